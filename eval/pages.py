@@ -20,6 +20,16 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from programs.papers import (
+    MEANING,
+    PaperTable,
+    counted,
+    paper_table,
+    papers,
+    rows_of,
+    whole_table,
+)
+
 from ssmzoo.analysis.ledger import (
     Line,
     beside_table,
@@ -31,23 +41,8 @@ from ssmzoo.analysis.ledger import (
 from ssmzoo.analysis.sweep import searched_lines
 from ssmzoo.analysis.sweep_plan import Sweep, load_sweep
 from ssmzoo.files import write_text
-from ssmzoo.publishing.card_facts import (
-    Origin,
-    Row,
-    ScoredModel,
-    ShownScore,
-    family_words,
-    scored_model,
-)
-from ssmzoo.publishing.papers import (
-    MEANING,
-    PaperTable,
-    counted,
-    paper_table,
-    papers,
-    rows_of,
-    whole_table,
-)
+from ssmzoo.publishing.card_facts import family_words
+from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore, scored_model
 from ssmzoo.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

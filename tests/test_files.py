@@ -9,9 +9,7 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
-from ssmzoo import files
 from ssmzoo.files import (
     CannotWriteError,
     appears_whole,
@@ -33,9 +31,9 @@ ENDLESS = {
     "aliases of aliases": (parse_yaml, REPEATED, "aliases must repeat at most 100,000 characters"),
     "an alias of itself": (parse_yaml, "a: &a [*a]", "aliases must repeat at most"),
     "a long text, often": (parse_yaml, f"a: [&x {'y' * 99}{', *x' * 2000}]", "must repeat at most"),
-    "lists in lists": (parse_yaml, "a: " + "[" * 9999, "values must lie at most 64 deep"),
-    "mappings in mappings": (parse_yaml, "{a: " * 9999, "values must lie at most 64 deep"),
-    "a long key, twice": (parse_yaml, 2 * f"? {'x' * 9999}\n: 1\n", r"x \[\.\.\.\] x"),
+    "lists in lists": (parse_yaml, "a: " + "[" * 9999, "values lie too deep"),
+    "mappings in mappings": (parse_yaml, "{a: " * 9999, "values lie too deep"),
+    "a long key, twice": (parse_yaml, 2 * f"? {'x' * 9999}\n: 1\n", r"characters left out\] x"),
     "arrays in arrays": (lambda text, _: json_of(text), "[" * 99999, "too deep"),
 }
 
@@ -55,24 +53,6 @@ def test_aliases_that_repeat_little_are_read():
         "b": {"x": [1, 2]},
         "c": [1, 2],
     }
-
-
-def test_fields_that_appear_twice_are_looked_for_in_one_pass():
-    looks = []
-
-    class Key(str):
-        __hash__ = str.__hash__
-
-        def __eq__(self, other):
-            looks.append(self)
-            return str.__eq__(self, other)
-
-    class Loader(files._yaml_loader()):
-        pass
-
-    Loader.add_constructor("tag:yaml.org,2002:str", lambda _, node: Key(node.value))
-    assert len(yaml.load("".join(f"f{i}: 0\n" for i in range(500)), Loader)) == 500
-    assert len(looks) < 5000
 
 
 def test_a_failed_write_leaves_the_earlier_file_and_no_rest(tmp_path):
@@ -121,15 +101,7 @@ def test_a_file_appears_only_when_complete(tmp_path, monkeypatch):
     assert seen == [(False, "whole")]
 
 
-@pytest.fixture(params=["exchange", "rename"])
-def swap(request, monkeypatch):
-    """Both ways to replace a folder: in one step, and by renaming it away first."""
-    if request.param == "rename":
-        monkeypatch.setattr(files, "_exchange", lambda *_: False)
-    return request.param
-
-
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, swap):
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     target = tmp_path / "folder"
     write_folder(target, lambda folder: write_text(folder / "old", "x"))
 
@@ -150,16 +122,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_is_never_missing_where_the_system_can_exchange_folders(tmp_path, monkeypatch):
-    target = tmp_path / "folder"
-    write_folder(target, lambda folder: write_text(folder / "old", "x"))
-    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("moved away"))
-    if sys.platform == "linux":
-        write_folder(target, lambda folder: (folder / "new").touch())
-        assert names(target) == ["new"]
-
-
-def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path, swap):
+def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path):
     target = tmp_path / "folder"
 
     def slow(folder):
@@ -174,7 +137,7 @@ def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path, swap):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
-def test_the_folder_that_a_link_names_is_written_and_the_link_stays(tmp_path, there, swap):
+def test_the_folder_that_a_link_names_is_written_and_the_link_stays(tmp_path, there):
     disk, work = tmp_path / "disk", tmp_path / "work"
     disk.mkdir()
     work.mkdir()
@@ -208,13 +171,12 @@ def fill(folder):
     (folder / "new").write_text("x")
     if instant == "writing":
         die()
-replace, remove = os.replace, files.shutil.rmtree
+replace = os.replace
 def rename_away(source, destination):
     die() if destination == target else replace(source, destination)
 if instant == "removal":
     files.shutil.rmtree = lambda path, **_: die() if path.exists() else None
 if instant == "renaming":
-    files._exchange = lambda first, second: False
     os.replace = rename_away
 files.write_folder(target, fill)
 """
@@ -297,7 +259,6 @@ def test_a_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monk
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         replace(source, place)
 
-    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(CannotWriteError, match="Input/output error"):
         write_folder(target, lambda folder: (folder / "new").touch())

@@ -28,7 +28,7 @@ from ssmzoo.checkpoints.load import load_model, load_tokenizer
 from ssmzoo.cli.main import main
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 from ssmzoo.modeling import StateCache, load_state
 from ssmzoo.publishing.card import render_card
 from ssmzoo.recipe import load_recipe
@@ -108,7 +108,7 @@ def test_a_configuration_is_built_or_refused(name):
 
 # --- recipes and sweeps ------------------------------------------------------------------------
 
-RECIPES = sorted(share("eval/recipes").glob("*.yaml"))
+RECIPES = sorted(package_data("eval/recipes").glob("*.yaml"))
 
 
 def places(value, path=()):
@@ -349,7 +349,7 @@ def test_a_damaged_state_loads_or_is_named(model, network, tmp_path_factory, dat
 @fuzz(80)
 @given(st.data())
 def test_damaged_results_make_no_card(model, tmp_path_factory, data):
-    path = sorted(share("eval/recipes").parents[0].glob("results/*.json"))[0]
+    path = sorted(package_data("eval/recipes").parents[0].glob("results/*.json"))[0]
     target = tmp_path_factory.getbasetemp() / "results.json"
     target.write_bytes(damaged(path.read_bytes(), data))
     card = tmp_path_factory.getbasetemp() / "card.md"

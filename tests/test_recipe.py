@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from ssmzoo.data.paths import expand
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 from ssmzoo.recipe import Recipe, load_recipe
 
 SMALL = {
@@ -246,7 +246,9 @@ def test_an_unknown_recipe_lists_the_shipped_ones():
 
 
 # test_train_supervised.py has the others
-OF_ROWS = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if not load_recipe(p).supervised]
+OF_ROWS = [
+    p for p in sorted(package_data("eval/recipes").glob("*.yaml")) if not load_recipe(p).supervised
+]
 
 
 @pytest.mark.parametrize("path", OF_ROWS, ids=lambda p: p.stem)

@@ -62,6 +62,7 @@ from torch import Tensor
 from ssmzoo_kernels.derived import FromReference
 from ssmzoo_kernels.dispatch import ALL, Backend, c_kernels, choose, record
 from ssmzoo_kernels.validation import (
+    NAMESPACE,
     Packing,
     batched_gradient,
     innermost_transform,
@@ -471,7 +472,7 @@ class Op:
         results = [*self.outputs, *([] if self.saved is None else ["saved"])]
         self._first_option = len(tensors) + len(save)
         self.registered = torch.library.custom_op(
-            f"ssmzoo::{self.name}",
+            f"{NAMESPACE}::{self.name}",
             self._run_forward,
             mutates_args=() if self.writes is None else (self.writes,),
             schema=_schema({**tensors, **save, **options}, len(results)),
@@ -489,7 +490,7 @@ class Op:
         arguments = {f"grad_{x}": "Tensor?" for x in self.outputs}
         arguments |= {x: everything[x] for x in keeps} | options
         self.registered_backward = torch.library.custom_op(
-            f"ssmzoo::{self.name}_backward",
+            f"{NAMESPACE}::{self.name}_backward",
             self._run_backward,
             mutates_args=(),
             schema=_schema(arguments, len(self.computed)),

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
 
 import torch
 from torch import Tensor
+
+# of our ops in torch.library; a copy of this module, as travels with a checkpoint, has its own
+NAMESPACE = (
+    "ssmzoo" if __name__.startswith("ssmzoo_kernels.") else re.sub("[^0-9A-Za-z]", "_", __name__)
+)
 
 
 def check_tensor(
@@ -180,7 +186,7 @@ def check_boundaries(op: str, offsets: Tensor, length: int) -> None:
         raise ValueError(f"{op}: cu_seqlens must rise from 0 to L = {length}, got {shown}")
 
 
-@torch.library.custom_op("ssmzoo::checked_offsets", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::checked_offsets", mutates_args=())
 def _checked_offsets(cu_seqlens: Tensor, length: int, op: str) -> Tensor:
     """Check in a compiled graph what could not be checked when it was traced."""
     offsets = cu_seqlens.to(torch.int64, copy=True).contiguous()

@@ -1,7 +1,7 @@
-"""Files and folders that appear under their names when they are complete, or not at all.
+"""Write files and folders that appear complete or not at all; read JSON and YAML within bounds.
 
-A full disk, a read-only folder and what else the machine refuses end in one error that names the
-file, the reason and the way out, whichever library was writing.
+A full disk, a read-only folder or another refusal of the machine is one error that names the file,
+the reason and the way out, whichever library was writing.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,11 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ssmzoo.environment.messages import shortened
+
 Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
-# how commands and recipes name the sources and documentation of Python's standard library
+# the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"
-# an installed wheel carries what it shares in the package, a checkout at its root
+# shipped files lie in the package of an installed wheel, and at the root of a checkout
 _PACKAGE = Path(__file__).resolve().parent
 _READ_ONLY = "choose a place that may be written to"
 _FULL = "free some space, or choose another place"
@@ -46,14 +48,13 @@ _EXPONENTS = (
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
-# how deep YAML may lie, and how much of it aliases may repeat
-_DEEPEST, _MOST_REPEATED = 64, 100_000
+_MOST_REPEATED = 100_000  # characters that the aliases of a YAML file may repeat
 # how libraries written in Rust, safetensors and tokenizers, quote the system in errors of their own
 _NATIVE = re.compile(r"\(os error (\d+)\)")
 
 
 class CannotWriteError(RuntimeError):
-    """The machine refused to write a file or folder, and what was there is as it was."""
+    """The machine refused to write a file or folder; the earlier one is unchanged."""
 
     def __init__(self, target: str, reason: str, number: int | None) -> None:
         super().__init__(target, reason, number)  # so that it can be sent to other processes
@@ -94,9 +95,9 @@ def few_files() -> Iterator[None]:
 
 @contextmanager
 def writing(target: Path, unfinished: Path | None = None) -> Iterator[None]:
-    """Say of an error inside, if it is the machine's, that ``target`` cannot be written.
+    """Turn a refusal of the machine inside into a :class:`CannotWriteError` about ``target``.
 
-    What is written as ``unfinished``, or inside it, goes under the target's name.
+    One about ``unfinished``, or a file in it, names the target too.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -194,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the JSON object in what was read from a file; see :func:`read_json`."""
+    """Return the JSON object in a file's content; see :func:`read_json`."""
     try:
         value = json_of(content.decode("utf-8"))
     except ValueError as error:
@@ -205,7 +206,7 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def json_of(text: str) -> Any:
-    """Return what a text of JSON holds.
+    """Parse JSON.
 
     Raises:
         ValueError: It is not JSON, or lies too deep inside itself to be read.
@@ -228,13 +229,14 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        what = " ".join(str(error).split())
-        what = what if len(what) <= 1000 else f"{what[:700]} [...] {what[-250:]}"
-        raise ValueError(f"{name}: not valid YAML: {what}") from None
+        what = shortened(" ".join(str(error).split()))
+    except RecursionError:
+        what = "its values lie too deep inside each other"
+    raise ValueError(f"{name}: not valid YAML: {what}")
 
 
 def refuse_blank(path: str, rule: str) -> None:
-    """Fail for a blank path: it would be this folder, with all that is in it.
+    """Refuse a blank path, which would mean the current folder.
 
     Args:
         path: What was given.
@@ -254,50 +256,45 @@ def dump_yaml(value: Any) -> str:
 @cache
 def _yaml_loader() -> Any:
     import yaml
-    from yaml.composer import ComposerError
+    from yaml.constructor import ConstructorError
 
     class Loader(yaml.SafeLoader):
-        depth = size = repeated = 0  # of what was composed so far, in characters and nodes
-
-        def __init__(self, text: str) -> None:
-            super().__init__(text)
-            self.sizes: dict[str, int] = {}  # of what has an anchor, once it is whole
-
-        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-            event, before = self.peek_event(), self.size
-            self.size += 1 + len(getattr(event, "value", ""))
-            self.depth += 1
-            if isinstance(event, yaml.AliasEvent):
-                # text of 1 kB could stand for more than any memory holds, by aliases of aliases
-                self.repeated += (again := self.sizes.get(event.anchor, _MOST_REPEATED + 1))
-                self.size += again
-            wrong = ""
-            if self.depth > _DEEPEST:
-                wrong = f"values must lie at most {_DEEPEST} deep"
-            if self.repeated > _MOST_REPEATED and event.anchor in self.anchors:
+        def construct_document(self, node: yaml.Node) -> Any:
+            # text of 1 kB could stand for more than any memory holds, by aliases of aliases
+            if _written_out(node, {}) > 4 * node.end_mark.index + _MOST_REPEATED:
                 wrong = f"aliases must repeat at most {_MOST_REPEATED:,} characters"
-            if wrong:
-                raise ComposerError(None, None, wrong, event.start_mark)
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            if getattr(event, "anchor", None) is not None:
-                self.sizes.setdefault(event.anchor, self.size - before)
-            return node
+                raise ConstructorError(None, None, wrong, node.start_mark)
+            return super().construct_document(node)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            keys = [self.construct_object(key, deep=True) for key in own]
             seen = set()
-            for key in filter(lambda key: isinstance(key, Hashable), keys):  # others fail below
-                if key in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the field {key!r} appears twice", node.start_mark
-                    )
-                seen.add(key)
+            for part, _ in node.value:
+                if part.tag == "tag:yaml.org,2002:merge":
+                    continue
+                key = self.construct_object(part, deep=True)
+                if isinstance(key, Hashable):  # others fail below
+                    if key in seen:
+                        wrong = f"the field {key!r} appears twice"
+                        raise ConstructorError(None, None, wrong, node.start_mark)
+                    seen.add(key)
             return super().construct_mapping(node, deep=deep)
 
     Loader.add_implicit_resolver(*_EXPONENTS)
     return Loader
+
+
+def _written_out(node: Any, sizes: dict[int, float]) -> float:
+    """Return how many nodes and characters a YAML node has if its aliases are written out."""
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # of an alias inside what it names
+        value = node.value
+        if isinstance(value, str):
+            size: float = len(value)
+        else:
+            parts = (x for part in value for x in (part if isinstance(part, tuple) else (part,)))
+            size = sum(_written_out(part, sizes) for part in parts)
+        sizes[id(node)] = 1 + size
+    return sizes[id(node)]
 
 
 @cache
@@ -342,10 +339,10 @@ def write_json(target: Path, value: object, *, indent: int = 1) -> None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced.
 
-    Where the system can exchange two folders, the older one is there until then; elsewhere there is
-    none for an instant. Several processes may write the same target: each fills a folder of its
-    own, and the last one stays. What killed processes left is removed. Of a link it is the folder
-    that the link names.
+    Between two renames there is none for an instant; the next writer brings back an older one that
+    a killed process moved away, and removes what it left. Several processes may write the same
+    target: each fills a folder of its own, and the last one stays. A link stays, and the folder
+    that it names is written.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -370,11 +367,11 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
                 _put(unfinished, target)
             flush(target.parent)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)  # half written, or what was there before
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _recover(target: Path) -> None:
-    """Remove what killed processes left beside a folder; one that they moved away comes back."""
+    """Remove remains of killed processes beside a folder; one that they moved away comes back."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(unfinished|replaced)")
     for remains in [path for path in target.parent.iterdir() if name.fullmatch(path.name)]:
         with suppress(OSError), _locked(remains):  # a living process holds the lock of its own
@@ -401,41 +398,24 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _put(unfinished: Path, target: Path) -> None:
-    """Give a folder its name; ``unfinished`` may then hold what had the name before."""
-    if not target.exists():
-        try:
-            os.replace(unfinished, target)
-        except OSError:  # perhaps another process was here first
-            if not target.exists():
-                raise
-        else:
-            return
-    if not _exchange(unfinished, target):
-        replaced = unfinished.with_suffix(".replaced")
+    """Give a folder its name, and remove the one that had it before."""
+    replaced = unfinished.with_suffix(".replaced")
+    there = target.exists()
+    if there:
         os.replace(target, replaced)
-        try:
-            os.replace(unfinished, target)
-        except BaseException:
+    try:
+        os.replace(unfinished, target)
+    except BaseException as error:
+        if there:
             os.replace(replaced, target)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot."""
-    if sys.platform != "linux":
-        return False
-    import ctypes
-
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+        elif isinstance(error, OSError) and target.exists():  # another process was here first
+            return _put(unfinished, target)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_folder(target: Path) -> None:
-    """Remove a folder that is under its name whole or not at all; its remains are hidden."""
+    """Remove a folder; it loses its name first, so half of it is never seen under that name."""
     replaced = target.with_name(f".{target.name}.replaced")
     os.replace(target, replaced)
     shutil.rmtree(replaced)
@@ -494,8 +474,8 @@ def _refusal(error: Exception, target: Path) -> tuple[str, int | None] | None:
     return None
 
 
-def share(relative: str) -> Path:
-    """Return the path of a shipped file or folder, e.g. ``share("eval/tasks")``.
+def package_data(relative: str) -> Path:
+    """Return the path of a shipped file or folder, e.g. ``package_data("eval/tasks")``.
 
     An installed wheel carries them in the package, a checkout at its root.
 

@@ -22,9 +22,9 @@ from ssmzoo.files import (
     dump_yaml,
     is_utf8,
     kind_of_records,
+    package_data,
     parse_yaml,
     refuse_blank,
-    share,
 )
 
 try:
@@ -803,7 +803,7 @@ def _find(source: str | Path) -> Path:
     if path.is_file():
         return path
     try:
-        shipped = {p.stem: p for p in sorted(share("eval/recipes").glob("*.yaml"))}
+        shipped = {p.stem: p for p in sorted(package_data("eval/recipes").glob("*.yaml"))}
     except LookupError:
         shipped = {}
     if str(source) in shipped:

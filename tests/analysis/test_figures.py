@@ -8,11 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from ssmzoo.analysis.sweep_plan import load_sweep
-from ssmzoo.publishing import papers
-from ssmzoo.publishing.card_facts import Origin, Row, ScoredModel, ShownScore
-from ssmzoo.publishing.papers import (
+from programs import papers
+from programs.papers import (
     PaperRow,
     PaperTable,
     counted,
@@ -21,6 +18,9 @@ from ssmzoo.publishing.papers import (
     whole_table,
     word,
 )
+
+from ssmzoo.analysis.sweep_plan import load_sweep
+from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("coffee", "dss", "rtf")  # of the papers' tables
@@ -314,7 +314,7 @@ OTHER = "{table: Table 1, about: y, rows: [{row: x, epochs: 1, results: [a], pap
 )
 def test_an_entry_that_is_none_is_named_in_one_line(entry, message, tmp_path, monkeypatch):
     (tmp_path / "papers.yaml").write_text(f"dss: [{entry}]")
-    monkeypatch.setattr(papers, "share", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(papers, "PLACE", tmp_path / "papers.yaml")
     with pytest.raises(ValueError, match=message) as error:
         rows_of("dss")
     assert "\n" not in str(error.value)
@@ -323,6 +323,6 @@ def test_an_entry_that_is_none_is_named_in_one_line(entry, message, tmp_path, mo
 @pytest.mark.parametrize("text", ["", "- dss", "dss: Table 1"])
 def test_a_file_that_is_no_list_of_tables_is_refused(text, tmp_path, monkeypatch):
     (tmp_path / "papers.yaml").write_text(text)
-    monkeypatch.setattr(papers, "share", lambda name: tmp_path / Path(name).name)
+    monkeypatch.setattr(papers, "PLACE", tmp_path / "papers.yaml")
     with pytest.raises(ValueError, match="must hold a list of tables by family"):
         papers.papers()

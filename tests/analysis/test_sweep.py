@@ -42,7 +42,7 @@ from ssmzoo.checkpoints.load import load_model
 from ssmzoo.cli.main import main, parsers
 from ssmzoo.cli.training import SWEEP as SWEEP_VERB
 from ssmzoo.family import load_family
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 from ssmzoo.training import validation
 from ssmzoo.training.checkpoint import locked
 from ssmzoo.training.trainer import NotFiniteError, Run
@@ -892,7 +892,9 @@ def test_a_wrong_sweep_is_refused_before_any_run(changes, kind, message, tmp_pat
         load_sweep(path)
 
 
-@pytest.mark.parametrize("path", sorted(share("eval/sweeps").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted(package_data("eval/sweeps").glob("*.yaml")), ids=lambda p: p.stem
+)
 @pytest.mark.long
 def test_shipped_sweeps_are_valid_down_to_the_configurations(path):
     runs = load_sweep(path.stem).runs()

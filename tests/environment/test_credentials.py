@@ -314,29 +314,3 @@ def test_a_commit_message_and_an_error_show_no_credential(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "Traceback" in err
     assert not holds_a_secret(err)
-
-
-def test_a_card_escapes_html_and_markdown(model, tmp_path):
-    bad = "<script>alert(1)</script> `x` | [a](b)\nc"
-    run = model.parent
-    results = json.loads((run / "written.json").read_text())
-    results["model"]["name"] = bad
-    results["hardware"] = bad
-    results["command"] = "a\n```\n<script>\n```\n"
-    results["results"][0]["task"] = bad
-    config = {"model_type": "x`<script>", "hidden_size": bad}
-    (model / "config.json").write_text(json.dumps(config))
-    results["model"]["revision"] = weights_revision(model)
-    (run / "bad.json").write_text(json.dumps(results))
-    (run / "run.json").write_text(json.dumps({"command": bad, "hardware": bad}))
-    (run / "recipe.yaml").write_text("a: |\n  ```\n  </details>\n")
-    text = render_card(model, results=[run / "bad.json"], output=tmp_path / "card.md").read_text()
-    body = text.split("\n---\n", 1)[1]
-    shown = "&lt;script>alert(1)&lt;/script> \\`x\\` \\| \\[a\\](b) c"
-    assert f"| {shown} | m | 1.0000 |" in body
-    assert f"# {shown.replace(chr(92) + '|', '|')}\n" in body
-    assert "| Type | `` x`<script> `` |" in body
-    assert f"| Hidden size | {shown} |" in body
-    assert "| Command | `` <script>alert(1)</script> `x` \\| [a](b) c `` |" in body
-    assert "````bash\na\n```\n<script>" in body
-    assert "````yaml\na: '```" in body or "````yaml\na: |" in body

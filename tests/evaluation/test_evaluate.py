@@ -971,9 +971,9 @@ def test_table2_names_lm_evals_tasks_and_scores_each_by_the_papers_metric(
 
 
 def test_suites_state_one_metric_a_task_and_need_no_download_but_the_tables():
-    from ssmzoo.files import share
+    from ssmzoo.files import package_data
 
-    ours = {path.stem for path in share("eval/tasks").glob("*.yaml")}
+    ours = {path.stem for path in package_data("eval/tasks").glob("*.yaml")}
     tables = {"longhorn-table2": TABLE2, **BMOJO}
     zoo = {"zoo-context", "zoo-induction", "zoo-mad", "zoo-mqar", "zoo-recall"}
     assert set(suites()) == {*tables, *zoo}
@@ -1073,13 +1073,13 @@ def test_an_average_takes_each_tasks_first_filter_and_is_none_where_one_is_missi
 
 
 def test_every_task_file_is_named_after_its_task():
-    from ssmzoo.files import share
+    from ssmzoo.files import package_data
 
     class Loader(yaml.SafeLoader):
         pass
 
     Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))
-    for path in share("eval/tasks").glob("*.yaml"):
+    for path in package_data("eval/tasks").glob("*.yaml"):
         assert yaml.load(path.read_text(), Loader=Loader)["task"] == path.stem
 
 

@@ -4,7 +4,6 @@ One process has torch, transformers and lm-eval, refuses every import of ours an
 finds no compiler; another has ssmzoo, whose kernels must take over.
 """
 
-import ast
 import importlib.util
 import json
 import logging
@@ -25,12 +24,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import ssmzoo
-from ssmzoo import families, load_family
+from ssmzoo import load_family
 from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.publishing.export_code import code_of, export_code
 from ssmzoo.publishing.hub import publish
-from ssmzoo.publishing.rewriting import Resolver, Source, check_harmless
+from ssmzoo.publishing.rewriting import check_harmless
 from ssmzoo.testing import check
 from ssmzoo.testing.subject import Subject
 
@@ -45,7 +44,8 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOY = HERE.parent / "toy_family" / "ssmzoo_toy"
-NAMES = (*OURS, "toy")
+# one for each kind of op; the kit's check `standalone` compares the code of every family
+NAMES = ("bmojo", "coffee", "dss", "longhorn", "rtf", "toy")
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXACT = 1e-10  # relative, in float64
 
@@ -156,41 +156,27 @@ def relative(got, expected):
 # --- where nothing of ours is ----------------------------------------------------------------
 
 
-def test_all_registered_families_are_tried(foreign):
-    assert tuple(sorted(families())) == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_says_the_same_where_nothing_of_ours_is_installed(name, isolated, installed):
+def test_model_and_classifier_say_the_same_without_ssmzoo(name, isolated, installed):
     out, facts, _ = isolated
     got, expected = load_file(out / f"{name}.safetensors"), probe.answers(installed(name, LM))
     assert facts[name]["module"].startswith("transformers_modules.")
     assert got.keys() == expected.keys()
     assert torch.equal(got.pop("generation"), expected.pop("generation"))
     errors = {what: relative(got[what], answer) for what, answer in expected.items()}
+    got = load_file(out / f"{name}-classifier.safetensors")
+    errors["judged"] = relative(got["logits"], probe.judged(installed(name, CLASSIFIER))["logits"])
     assert max(errors.values()) <= EXACT, errors
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_classifier_says_the_same_where_nothing_of_ours_is_installed(name, isolated, installed):
-    got = load_file(isolated[0] / f"{name}-classifier.safetensors")
-    expected = probe.judged(installed(name, CLASSIFIER))
-    assert relative(got["logits"], expected["logits"]) <= EXACT
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_auto_class_finds_the_familys_class(name, isolated):
-    classes = {auto: kind.__name__ for auto, kind in load_family(name).auto_classes.items()}
-    assert isolated[1][name]["heads"] == classes
-    assert {"AutoConfig", "AutoModel", LM, CLASSIFIER} <= classes.keys()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_trained_model_is_saved_with_its_code(name, isolated, models):
+def test_every_auto_class_finds_the_familys_class_and_saves_its_code(name, isolated, models):
     facts = isolated[1][name]
+    classes = {auto: kind.__name__ for auto, kind in load_family(name).auto_classes.items()}
+    assert facts["heads"] == classes
+    assert {"AutoConfig", "AutoModel", LM, CLASSIFIER} <= classes.keys()
     assert facts["again"]
-    files = {path.name for path in (models / name / LM).iterdir()}
-    assert set(facts["copied"]) == files
+    assert set(facts["copied"]) == {path.name for path in (models / name / LM).iterdir()}
 
 
 def test_exported_code_runs_without_ssmzoo_and_says_that_it_is_slow(isolated):
@@ -357,31 +343,22 @@ def test_too_old_a_torch_is_one_clear_error(models, tmp_path):
 # --- the files -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_transformers_finds_every_file_from_the_entry(name, models):
-    folder = models / name / LM
-    found = {Path(file).name for file in get_relative_import_files(folder / f"modeling_{name}.py")}
-    written = {path.name for path in folder.glob("*.py")}
-    assert found == written - {f"modeling_{name}.py"}
-    assert not [n for n in written if n.endswith(("_cpu.py", "_triton.py", "_native.py"))]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_code_hides_nothing_and_says_where_it_is_from(name, models):
-    for path in (models / name / LM).glob("*.py"):
-        first, second = path.read_text(encoding="utf-8").splitlines()[:2]
-        toy = "toy" in path.name
-        ours = f"ssmzoo {ssmzoo.__version__}"
+@pytest.mark.parametrize("name", [*OURS, "toy"])
+def test_every_file_is_found_from_the_entry_and_says_where_it_is_from(name, foreign, tmp_path):
+    texts, entry = code_of(load_family(name)), f"modeling_{name}.py"
+    for file, text in texts.items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    found = {Path(file).name for file in get_relative_import_files(tmp_path / entry)}
+    assert found == texts.keys() - {entry}
+    assert not [file for file in texts if file.endswith(("_cpu.py", "_triton.py", "_native.py"))]
+    ours = f"ssmzoo {ssmzoo.__version__}"
+    for file, text in texts.items():
+        first, second = text.splitlines()[:2]
+        toy = "toy" in file
         assert first.startswith(f"# Exported by {ours}: ssmzoo")
         assert first.endswith(f" of {'ssmzoo-toy 0.4.2' if toy else ours}")
         assert second == f"# SPDX-License-Identifier: {'MIT' if toy else 'Apache-2.0'}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = node.func.id if isinstance(getattr(node, "func", None), ast.Name) else None
-            assert called not in {"eval", "exec", "compile", "__import__"}
-            names = [alias.name for alias in getattr(node, "names", []) if hasattr(alias, "name")]
-            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            roots = {name.split(".")[0] for name in [*names, *module]}
-            assert not roots & {"pickle", "ctypes", "subprocess", "marshal", "triton"}
+        assert file == entry or not re.search(r"^ *(from|import) ssmzoo", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -403,41 +380,11 @@ def test_obfuscated_code_is_not_exported(line, named):
     check_harmless("m.py", "model.eval()\nimport importlib.metadata\nre.compile('x')")
 
 
-SOURCES = {
-    "p": Source("p", "from p.a import f\nfrom p import b\nfrom torch import Tensor\n", True),
-    "p.a": Source("p.a", "def f(): ...\nx: int = 1\nif x:\n    y = 2\n", False),
-    "p.b": Source("p.b", "from .a import f as g\n", False),
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "origin"),
-    [
-        ("p", "f", ("p.a", "f")),
-        ("p", "b", ("p.b", None)),
-        ("p", "a", ("p.a", None)),
-        ("p.b", "g", ("p.a", "f")),
-        ("p", "Tensor", ("p", "Tensor")),
-        ("p.a", "y", ("p.a", "y")),
-    ],
-)
-def test_a_name_is_followed_to_where_it_is_defined(module, name, origin):
-    resolver = Resolver(SOURCES.get, lambda module: module.split(".")[0] == "p")
-    assert resolver.origin(module, name, "here") == origin
-
-
-def test_an_undefined_name_is_an_error():
-    resolver = Resolver(SOURCES.get, lambda module: module.split(".")[0] == "p")
-    with pytest.raises(ValueError, match="here imports 'z' from p, which does not define it"):
-        resolver.origin("p", "z", "here")
-    with pytest.raises(ValueError, match="here imports q, which is not there"):
-        resolver.origin("q", "z", "here")
-
-
 REFUSED = {
     "from ssmzoo.publishing.hub import publish": r"imports ssmzoo\.publishing\.hub, which does not",
     "from ssmzoo_kernels.longhorn_scan import triton": r"imports .*\.triton, which does not travel",
     "import ssmzoo.modeling": "must say `from package import module` to travel",
+    "from ssmzoo.modeling import nothing": "from ssmzoo.modeling, which does not define it",
     "from ssmzoo.modeling import *": "must name what it imports from ssmzoo.modeling",
     "import importlib\nimportlib.import_module('math')": "an import by name must have the form",
     "import importlib\nimportlib.import_module(name='math')": "an import by name must",
@@ -497,7 +444,7 @@ def test_code_alone_goes_into_an_empty_folder_with_its_configuration(models, tmp
     assert config["auto_map"]["AutoModel"] == "modeling_dss.DSSModel"
 
 
-def test_what_export_code_cannot_take_is_one_clear_error(models, tmp_path):
+def test_wrong_arguments_of_export_code_are_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match=r"must be a folder with a config\.json"):
         export_code(tmp_path, tmp_path)
     with pytest.raises(TypeError, match=r"must be a model or .*, got int"):

@@ -114,14 +114,6 @@ def test_a_dry_run_reports_the_same_and_writes_nothing(model, tmp_path):
     assert (dry.files, dry.left_out, dry.target) == (real.files, real.left_out, real.target)
 
 
-def test_a_published_folder_loads_to_the_same_weights(model, tmp_path):
-    publish(model, f"folder:{tmp_path / 'out'}")
-    first = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    second = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_an_earlier_publication_is_replaced_as_a_whole(model, tmp_path):
     target = tmp_path / "out"
     publish(model, str(target))
@@ -130,24 +122,6 @@ def test_an_earlier_publication_is_replaced_as_a_whole(model, tmp_path):
     publish(model, str(target))
     assert set(tree(target)) == EXPECTED - {"loss.png", "tokenizer.json"}
     assert "second" in (target / "README.md").read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-
-
-def test_a_failure_midway_leaves_the_earlier_publication_whole(model, tmp_path, monkeypatch):
-    publish(model, str(tmp_path / "out"))
-    before = tree(tmp_path / "out")
-    (model / "README.md").write_text("# second\n")
-    put = hub._put
-
-    def fail_at_the_weights(content, place, digest):
-        if place.name == "model.safetensors":
-            raise OSError(28, "No space left on device")
-        put(content, place, digest)
-
-    monkeypatch.setattr(hub, "_put", fail_at_the_weights)
-    with pytest.raises(RuntimeError, match="what was there is unchanged"):
-        publish(model, str(tmp_path / "out"))
-    assert tree(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
 
 
@@ -184,7 +158,6 @@ def test_an_unfit_target_is_one_clear_error(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for target, message in [
         (str(tmp_path / "file"), "is a file; name a folder"),
-        (str(tmp_path / "file" / "below"), "which is a file"),
         (str(model), "must lie outside the model folder"),
         (str(model / "inner"), "must lie outside the model folder"),
         ("word", "must be a folder"),
@@ -217,12 +190,10 @@ def test_a_path_is_a_folder_and_a_prefix_says_what_a_text_is(model, tmp_path, mo
         assert (report.kind, Path(report.target).is_absolute()) == (kind, kind == "folder"), target
 
 
-def test_an_unwritable_target_is_one_clear_error(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    for dry_run in (True, False):
-        with pytest.raises(RuntimeError, match="cannot write into"):
-            publish(model, str(tmp_path / "out"), dry_run=dry_run)
-    monkeypatch.undo()
+def test_an_unwritable_target_is_one_clear_error(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="/below cannot be written"):
+        publish(model, str(tmp_path / "file" / "below"))
     if sys.platform == "linux":
         with pytest.raises(RuntimeError, match="/proc/ssmzoo-out cannot be written"):
             publish(model, "/proc/ssmzoo-out")
@@ -405,7 +376,7 @@ def test_pictures_on_the_web_are_not_copied(model, tmp_path):
     assert {file.path for file in report.files} == EXPECTED - {"loss.png"}
 
 
-def test_what_was_checked_is_what_goes(model, tmp_path, monkeypatch):
+def test_files_go_as_they_were_checked(model, tmp_path, monkeypatch):
     """A text that changes after the check goes as it was, and weights that change do not go."""
     checked = (model / "tokenizer.json").read_bytes()
     publication_of = hub.publication_of

@@ -65,31 +65,6 @@ for _ in range(count):
 assert torch.equal(torch.as_tensor(np.concatenate(ids, axis=1)), expected)
 """
 
-KEPT = """
-import os
-import sys
-from pathlib import Path
-
-from ssmzoo.family import load_family
-from ssmzoo.publishing.export_graphs import CONTENTS, export_onnx
-from ssmzoo.testing.subject import Subject
-
-model = Subject(load_family("longhorn")).fresh()
-os.chdir(sys.argv[1])
-Path("file").write_text("mine")
-Path("folder").mkdir()
-Path("folder", CONTENTS).write_text("{}")
-Path("folder", "notes").write_text("mine")
-for folder, rule in (("file", "is a file"), ("folder", "holds files"), (".", "a name of its own")):
-    try:
-        export_onnx(model, folder)
-    except ValueError as error:
-        assert rule in str(error), error
-    else:
-        raise AssertionError(f"{folder} was overwritten")
-assert Path("file").read_text() == Path("folder", "notes").read_text() == "mine"
-"""
-
 PAGE = """
 import re
 import sys
@@ -140,12 +115,6 @@ def test_the_command_writes_a_graph_that_generates_the_models_tokens():
     assert done.returncode == 0, done.stderr
     assert "graph" not in done.stderr
     assert "holds files that no export wrote; choose another folder" in done.stderr
-
-
-@pytest.mark.long
-def test_an_export_replaces_nothing_but_an_export(tmp_path):
-    done = run(KEPT, tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import ssmzoo
 SRC = Path(ssmzoo.__file__).parent
 # from the ground up: a room imports from rooms before it and from itself, never from one after it
 ROOMS = (
-    *("files", "environment", "family", "auto", "tasks", "recipe", "checkpoints", "modeling"),
+    *("environment", "files", "family", "auto", "tasks", "recipe", "checkpoints", "modeling"),
     *("data", "evaluation", "training", "analysis", "distillation", "publishing", "testing", "cli"),
 )
 # what a family may use besides torch, transformers and its own package

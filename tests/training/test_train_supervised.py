@@ -33,7 +33,7 @@ from ssmzoo.data.labelled import Examples, ExampleSource, HeldOutExamples
 from ssmzoo.data.rows import Rows
 from ssmzoo.environment.portable import portable
 from ssmzoo.family import load_family
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import IGNORED, SUPERVISED_TASKS, Batch, Supervised, load_task
 from ssmzoo.training.folder import RunFolder
@@ -850,7 +850,7 @@ def test_the_coffee_recipes_train_models_of_the_papers_sizes(name, overrides, pa
 
 def rows_of_the_papers_tables():
     """Return table, name and overrides of every row that the recipe of induction heads names."""
-    text = (share("eval/recipes") / "coffee-induction.yaml").read_text(encoding="utf-8")
+    text = (package_data("eval/recipes") / "coffee-induction.yaml").read_text(encoding="utf-8")
     found = re.findall(r"^#   Table (\d)  (\S+) +(--set .*)$", text, re.MULTILINE)
     return [(int(table), name, options.split()[1::2]) for table, name, options in found]
 
@@ -1140,7 +1140,9 @@ def test_a_kept_recipe_reads_back_equal_and_its_data_is_found_from_anywhere(tmp_
     assert load_recipe(tmp_path / "kept.yaml") == kept
 
 
-SHIPPED = [p for p in sorted(share("eval/recipes").glob("*.yaml")) if load_recipe(p).supervised]
+SHIPPED = [
+    p for p in sorted(package_data("eval/recipes").glob("*.yaml")) if load_recipe(p).supervised
+]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from ssmzoo.analysis.ledger import Cell, Line, cell_of
 from ssmzoo.environment.messages import missing
 from ssmzoo.family import suggestion
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 from ssmzoo.recipe import (
     DataSection,
     ModelSection,
@@ -173,7 +173,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         LookupError: No such file, or a field that a sweep or a recipe does not have.
         ValueError: A wrong value, or a file that is not YAML.
     """
-    shipped = share("eval/sweeps") / f"{path}.yaml"
+    shipped = package_data("eval/sweeps") / f"{path}.yaml"
     file = shipped if shipped.is_file() else Path(path)
     if not file.exists():
         names = sorted(sweep.stem for sweep in shipped.parent.glob("*.yaml"))

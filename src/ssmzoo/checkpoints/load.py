@@ -46,7 +46,7 @@ def model_name(model: str) -> str:
 
 
 class ModelSource(NamedTuple):
-    """What a model's name means: a folder, a Hub id (no field is set), or an untrained family.
+    """The meaning of a model's name: a folder, a Hub id (no field is set), or an untrained family.
 
     Attributes:
         folder: Where it was saved.
@@ -60,7 +60,7 @@ class ModelSource(NamedTuple):
 
 
 def model_source(model: str) -> ModelSource:
-    """Return what ``model`` names: a folder, a Hub id, ``family`` or ``family:preset``.
+    """Resolve a model's name: a folder, a Hub id, ``family`` or ``family:preset``.
 
     A folder that holds a model wins over a family of the same name. Whether the Hub has the model,
     or the family the preset, is not looked up.
@@ -150,7 +150,7 @@ def check_vocabulary(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse what is no type of weights that :func:`load_model` takes.
+    """Check that :func:`load_model` takes a type of weights.
 
     Raises:
         ValueError: It is none; names the closest.
@@ -321,7 +321,7 @@ def _answer(model: str) -> bool:
 
 
 def is_local(name: str, argument: str) -> bool:
-    """Tell whether what an argument names is loaded without the Hub: a folder, or fetched before.
+    """Tell whether a name is loaded without the Hub: a folder, or fetched before.
 
     Raises:
         LookupError: It is no folder, and the Hub has no such model or does not answer.
@@ -333,7 +333,7 @@ def is_local(name: str, argument: str) -> bool:
 
 
 def ask_again() -> None:
-    """Forget what the Hub answered: what failed to load may be there when it is next asked for."""
+    """Forget the Hub's answers: a model that failed to load may be there next time."""
     _answer.cache_clear()
 
 

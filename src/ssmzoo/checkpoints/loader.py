@@ -14,7 +14,7 @@ from pathlib import Path
 
 LOADER = "load_with_ssmzoo.py"
 AUTO_MAP = {"AutoConfig": "load_with_ssmzoo.SavedConfig"}  # the models follow from it
-# saved models hold it: whoever changes it lets is_loader know the text of before, too
+# saved models hold it: after a change is_loader must know the earlier text too
 _TEXT = '''\
 """Let transformers load this model with ``trust_remote_code=True``, by the installed ssmzoo.
 

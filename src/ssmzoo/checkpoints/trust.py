@@ -1,4 +1,4 @@
-"""What a checkpoint may not ask for: pickles, which can run code, foreign files, endless parts.
+"""Refuse checkpoints that ask for pickles, for files elsewhere, or for more than they hold.
 
 It imports nothing of ssmzoo: it travels with a checkpoint's own code.
 """
@@ -16,7 +16,7 @@ from typing import Any
 # without it transformers has a service convert a repository's pickles, which offers them in public
 _NO_CONVERSION = "DISABLE_SAFETENSORS_CONVERSION"
 _INDICES = "model.safetensors.index*.json"  # a variant has one of its own
-# by their names, and what is read instead where it is there
+# by their names, and the files that are read instead where they exist
 _PICKLES = {
     "pytorch_model*.bin": "model*.safetensors",
     "adapter_model*.bin": "adapter_model*.safetensors",
@@ -143,7 +143,7 @@ def _leads_out(name: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; of what is none, or not there, whoever loads it says more."""
+    """Return a JSON object, empty if there is none: the loader then says what is wrong."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

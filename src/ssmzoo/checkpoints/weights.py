@@ -1,4 +1,4 @@
-"""The weights of a saved model: what its files hold, and a digest that tells them from others."""
+"""The files of a saved model: their tensors by header, whether they are whole, their digest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
 # of a state adapter, a folder of its own or beside the weights that it starts
 ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
-_ADAPTER_FIELDS = {"format", "model_type", "base", "states", "digest"}
+_ADAPTER_FIELDS = {"format": str, "model_type": str, "digest": str, "base": dict, "states": dict}
 OPTIMIZER = "optimizer.safetensors"  # of a run's checkpoint
 NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
-SHARDS = "shards"  # the folder, in a checkpoint, of what several processes wrote
+SHARDS = "shards"  # the folder, in a checkpoint, that several processes wrote
 
 # a checkpoint's moments and a prompt's state are safetensors too
 _OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
@@ -67,7 +67,7 @@ def is_state_adapter(folder: str | Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return what a state adapter's files say, and check that they are of one adapter.
+    """Return a state adapter's configuration, and check that its files are of one adapter.
 
     Raises:
         FileNotFoundError: One of them is missing.
@@ -81,35 +81,24 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             raise FileNotFoundError(f"{folder} holds no {name}; {way}")
     where, path = folder / ADAPTER_CONFIG, folder / ADAPTER_FILE
     config = read_json(where)
-    if config.get("format") != ADAPTER_FORMAT or config.keys() != _ADAPTER_FIELDS:
+    again = "save the adapter again"
+    if config.get("format") != ADAPTER_FORMAT or config.keys() != _ADAPTER_FIELDS.keys():
         raise ValueError(
             f"{where} must have the format {ADAPTER_FORMAT!r} and the fields "
-            f"{', '.join(sorted(_ADAPTER_FIELDS))}, got {config.get('format')!r} and "
-            f"{', '.join(sorted(config))}; save the adapter again"
+            f"{listed(_ADAPTER_FIELDS)}, got {config.get('format')!r} and {listed(config)}; {again}"
         )
-    for name in _ADAPTER_FIELDS - {"base", "states"}:
-        if not isinstance(config[name], str):
+    for name, kind in _ADAPTER_FIELDS.items():
+        if not isinstance(config[name], kind):
+            needed = "a text" if kind is str else "a mapping"
+            raise ValueError(f"{where}: {name} must be {needed}, got {config[name]!r}; {again}")
+    told = {name: f"{shape} in F32" for name, shape in config["states"].items()}
+    found = {name: f"{list(x[1])} in {x[0]}" for name, x in read_tensors(path).items()}
+    for name in sorted(told.keys() | found.keys()):
+        needed, got = told.get(name, "none"), found.get(name, "none")
+        if needed != got:
             raise ValueError(
-                f"{where}: {name} must be a text, got {config[name]!r}; save the adapter again"
-            )
-    for name, what in (("base", "fields to values"), ("states", "names to shapes")):
-        if not isinstance(config[name], dict):
-            raise ValueError(
-                f"{where}: {name} must map {what}, got {config[name]!r}; save the adapter again"
-            )
-    states = config["states"]
-    tensors = read_tensors(path)
-    missing, extra = sorted(states.keys() - tensors.keys()), sorted(tensors.keys() - states.keys())
-    if missing or extra:
-        raise ValueError(
-            f"{path} must hold the states that {ADAPTER_CONFIG} lists: it lacks {missing[:3]} and "
-            f"holds {extra[:3]} besides; save the adapter again"
-        )
-    for name, (dtype, shape) in tensors.items():
-        if (dtype, list(shape)) != ("F32", states[name]):
-            raise ValueError(
-                f"{path}: {name} must have shape {states[name]} in F32, got {list(shape)} in "
-                f"{dtype}; save the adapter again"
+                f"{path}: {name} must have the shape that {ADAPTER_CONFIG} lists, {needed}, got "
+                f"{got}; {again}"
             )
     return config
 

@@ -27,7 +27,7 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
-from ssmzoo.files import STDLIB, read_json, share, write_json
+from ssmzoo.files import STDLIB, package_data, read_json, write_json
 
 if TYPE_CHECKING:
     from ssmzoo.recipe import Recipe
@@ -109,7 +109,7 @@ def zoo(arguments: Sequence[str] | None = None) -> int:
             options.dry_run,
         )
         run_zoo(
-            options.list or share("eval/zoo.yaml"),
+            options.list or package_data("eval/zoo.yaml"),
             options.output,
             place,
             only=None if options.only is None else options.only.split(","),

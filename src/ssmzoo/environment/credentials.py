@@ -1,4 +1,4 @@
-"""Credentials that carry a mark: found in texts and files, and struck out of what is told.
+"""Find marked credentials in texts and files, and strike them out.
 
 Marked are tokens with the prefix of a service, private keys, and addresses with a password, a token
 or a signature. A password that stands alone looks like any other word and is not found, nor is one
@@ -27,7 +27,7 @@ _SIGNATURE = (
     r"apikey|password)=[^&\s'\"<>*]+"
 )
 _ASSIGNED = r"['\"\\]*\s*[=:]\s*['\"\\]*"
-# kind, what a text has that holds one, pattern
+# kind, a substring of every text that holds one, pattern
 _SHAPED = (
     ("a password in an address", "://", _PASSWORD),
     ("a signature in an address", "=", _SIGNATURE),

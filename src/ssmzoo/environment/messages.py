@@ -1,4 +1,4 @@
-"""What people read while a library works: errors that suggest, and less of a library's log.
+"""Parts of error messages, and contexts that keep transformers' bars and reports quiet.
 
 It imports nothing of ssmzoo: it travels with a checkpoint's own code.
 """
@@ -16,7 +16,7 @@ def first_line(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int = 1000) -> str:
-    """Return a message that a reader can take in: what is too long loses its middle."""
+    """Return a message without its middle if it is longer than ``most`` characters."""
     if len(text) <= most:
         return text
     tail = most // 4
@@ -53,7 +53,7 @@ def without_bars() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_reports() -> Iterator[None]:
-    """Keep what transformers has to say short of an error, of missing weights say, off the log."""
+    """Keep transformers' reports that are no errors, such as of missing weights, off the log."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

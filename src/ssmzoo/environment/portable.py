@@ -1,4 +1,4 @@
-"""What leaves this machine, in cards and results, holds no folder of it and no credential."""
+"""Strip this machine's folders, and all credentials, from what cards and results hold."""
 
 from __future__ import annotations
 

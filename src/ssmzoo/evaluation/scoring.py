@@ -15,7 +15,7 @@ import yaml
 from ssmzoo.environment.messages import first_line
 from ssmzoo.evaluation.results import Benchmark, Score
 from ssmzoo.family import suggestion
-from ssmzoo.files import share
+from ssmzoo.files import package_data
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -43,7 +43,7 @@ class Library:
         from lm_eval.tasks import TaskManager
 
         self._ours = TaskManager(
-            include_path=share("eval/tasks"), include_defaults=False, metadata=metadata
+            include_path=package_data("eval/tasks"), include_defaults=False, metadata=metadata
         )
 
     def check(self, specs: Iterable[str | dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ssmzoo.evaluation.results import Score
 from ssmzoo.family import suggestion
-from ssmzoo.files import parse_yaml, share
+from ssmzoo.files import package_data, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Suite:
 
 def suites() -> dict[str, Path]:
     """Return the files of the shipped suites by name."""
-    return {path.stem: path for path in sorted(share("eval/suites").glob("*.yaml"))}
+    return {path.stem: path for path in sorted(package_data("eval/suites").glob("*.yaml"))}
 
 
 def load_suite(name: str) -> Suite:

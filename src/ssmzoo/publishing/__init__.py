@@ -1,4 +1,7 @@
-"""Write model cards, publish to folders and the Hub, export standalone code, graphs and kernels.
+"""Turn a saved model into files for people who have neither the run nor this checkout.
+
+That is its card, a publication in a folder or on the Hub, code that loads without ssmzoo, graphs
+without Python, and the ops as a kernel repository.
 
 From outside: ``card.render_card``, ``hub.publish``, ``export_code.export_code``,
 ``export_graphs.export_onnx`` and ``export_program``.

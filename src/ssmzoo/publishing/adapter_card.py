@@ -1,4 +1,4 @@
-"""Write the card of a state adapter, which says what its files hold."""
+"""Write the card of a state adapter from its files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from ssmzoo.checkpoints.weights import read_adapter_config
 from ssmzoo.environment.hub_metadata import joined
+from ssmzoo.files import package_data
 from ssmzoo.publishing.card_facts import read_run
 from ssmzoo.publishing.card_metadata import of_recipe
 from ssmzoo.publishing.markdown import as_table, code, plain
 
 
-def adapter_card(folder: Path, metadata: Mapping[str, Any], template: str, marker: str) -> str:
+def adapter_card(folder: Path, metadata: Mapping[str, Any], marker: str) -> str:
     """Return the card of a state adapter.
 
     Args:
         folder: As ``adapter.save_pretrained`` or ``ssmzoo train`` writes it. If a run made it, base
             and data come from the run's recipe.
         metadata: Fields of a recipe's section ``card``, which win over the recipe's.
-        template: Of Jinja2.
         marker: The sentence that our cards are known by.
 
     Raises:
@@ -41,7 +41,7 @@ def adapter_card(folder: Path, metadata: Mapping[str, Any], template: str, marke
         fields["base_model_relation"] = "adapter"
     card = ModelCard.from_template(
         ModelCardData(library_name="ssmzoo", tags=["ssmzoo", "state-adapter"], **fields),
-        template_str=template,
+        template_str=package_data("model_cards/adapter.md").read_text("utf-8"),
         marker=marker,
         name=plain(folder.resolve().name),
         model_type=code(config["model_type"]),

@@ -1,4 +1,4 @@
-"""What a card is written from: the saved model, its run, its results, its family's words.
+"""The facts of a card: the saved model, its run, its family's words.
 
 Facts of model and run are kept as one small file beside a card; from it and the results the card
 can be rendered again where the weights are gone. Everything is checked while it is read, so that a
@@ -8,7 +8,7 @@ damaged file is one clear error and never a card with a hole in it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,92 +18,20 @@ import yaml
 from ssmzoo.checkpoints.load import model_name
 from ssmzoo.checkpoints.weights import parameter_count, read_weights, weights_revision
 from ssmzoo.environment.portable import portable
-from ssmzoo.evaluation.results import is_number, read_results
+from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
-from ssmzoo.files import json_of, parse_yaml, read_json, share, write_json
+from ssmzoo.files import json_of, package_data, parse_yaml, read_json, write_json
 from ssmzoo.publishing.card_metadata import base_of, of_recipe
 
-NOT_MEASURED = "not measured"
-NOT_RECORDED = "not recorded"  # what a run of an earlier version did not write down
 PICTURE = "loss.png"
 
-_FAMILY_FIELDS = {
-    "title",
-    "paper",
-    "bibtex",
-    "architecture",
-    "equal_forms",
-    "intended_use",
-    "limits",
-}
-_PAPER_FIELDS = {"title", "authors", "venue", "year", "arxiv"}
-_LONG = 3  # entries up to which a list is written out
 _TOTALS = ("step", "tokens", "seconds")
 _LAST = ("loss", *(f"validation_{name}" for name in ("loss", "accuracy", "rmse", "mse")))
 
 
 @dataclass(frozen=True)
-class Row:
-    """What two scores must share to stand in one row of the table."""
-
-    task: str
-    metric: str
-    settings: str
-    n: int | None
-    num_fewshot: int | None
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The call of ``ssmzoo eval`` that a score is from, each part as text."""
-
-    date: str
-    hardware: str
-    environment: str
-    versions: str
-    command: str
-
-
-@dataclass(frozen=True)
-class ShownScore:
-    """A measured value; None where the measurement gave no finite number.
-
-    ``benchmark`` is the data set and the task's id of a benchmark on the Hub, None for others.
-    """
-
-    value: float | None
-    stderr: float | None
-    higher_is_better: bool | None
-    origin: Origin
-    benchmark: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class ScoredModel:
-    """The scores in one results file, by the row of the table that they stand in."""
-
-    path: Path
-    name: str
-    source: str
-    revision: str | None
-    scores: Mapping[Row, ShownScore]
-    recipe: Mapping[str, Any] | None = None
-
-    def seed(self) -> object:
-        """Return the seed that the recipe trains with, None without a recipe."""
-        return None if self.recipe is None else self.recipe["train"].get("seed")
-
-    def is_of_another_seed(self, other: ScoredModel) -> bool:
-        """Say whether the same recipe was trained with another seed for these results."""
-        if self.recipe is None or other.recipe is None or self.seed() == other.seed():
-            return False
-        return _without_seed(self.recipe) == _without_seed(other.recipe)
-
-
-@dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory says about the training."""
+    """The facts, recipe and metrics of a run directory."""
 
     facts: Mapping[str, Any]
     recipe: Any
@@ -128,7 +56,7 @@ class RecordedRun:
         return best["step"] if kept and best else None
 
     def until(self, step: int | None) -> RecordedRun:
-        """Return it with what was recorded up to a step; with all if None."""
+        """Return it with the records up to a step; with all if None."""
         if step is None:
             return self
         return replace(self, records=[r for r in self.records if r.get("step", 0) <= step])
@@ -169,97 +97,6 @@ class CardFacts:
     def write(self, path: Path) -> None:
         """Write the file that :func:`read_facts` reads."""
         write_json(path, asdict(self), indent=2)
-
-
-def scored_model(path: Path) -> ScoredModel:
-    """Read a results file for a card.
-
-    Raises:
-        ValueError: It is none; the message names the file and the field.
-    """
-    content = read_results(path)
-    whole: dict[str, Any] = dict(content)
-    scores = {}
-    for score in content["results"]:
-        entry: dict[str, Any] = dict(score)
-        row = Row(
-            entry["task"],
-            entry["metric"],
-            flat(entry["settings"]) if entry.get("settings") else "",
-            entry.get("n"),
-            entry.get("num_fewshot"),
-            entry.get("seed"),
-        )
-        # a score of an earlier call carries what differs from the file's own
-        call = {key: entry.get(key, whole.get(key)) for key in Origin.__annotations__}
-        origin = {key: flat(value) for key, value in call.items()}
-        origin["environment"] = recorded(call["environment"])
-        benchmark = entry.get("benchmark")
-        scores[row] = ShownScore(
-            entry.get("value"),
-            entry.get("stderr"),
-            entry.get("higher_is_better"),
-            Origin(**origin),
-            (benchmark["dataset"], benchmark["task_id"]) if benchmark else None,
-        )
-    model = content["model"]
-    return ScoredModel(
-        path, model["name"], model["source"], model["revision"], scores, content.get("recipe")
-    )
-
-
-def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a recipe decides which model comes out, but for the seed."""
-    train = {name: value for name, value in recipe["train"].items() if name != "seed"}
-    others = {name: recipe.get(name) for name in ("model", "data", "adapter")}
-    return {**others, "train": train}
-
-
-def part_results(
-    revision: str, place: Path, results: Sequence[ScoredModel]
-) -> tuple[list[ScoredModel], list[ScoredModel]]:
-    """Part the results of a model's weights from those of other models.
-
-    Args:
-        revision: The digest of the weights.
-        place: The folder that holds them, or the file that says so.
-        results: All of them.
-
-    Raises:
-        ValueError: None are of these weights; some are of the folder's former weights; two files
-            disagree about a score.
-    """
-    if not results:
-        return [], []
-    own = [entry for entry in results if entry.revision == revision]
-    others = [entry for entry in results if entry.revision != revision]
-    for entry in others:
-        if Path(entry.source).is_dir() and Path(entry.source).resolve() == place.resolve():
-            raise ValueError(
-                f"{entry.path} was measured on other weights ({entry.revision}) than {place} "
-                f"holds now ({revision}); measure again with: ssmzoo eval {place}"
-            )
-    if not own:
-        found = "; ".join(f"{entry.path} is of {entry.source}" for entry in others)
-        raise ValueError(
-            f"none of the results is of the weights in {place} ({found}); "
-            f"measure them with: ssmzoo eval {place}"
-        )
-    seen: dict[Row, ScoredModel] = {}
-    for entry in own:
-        for row, score in entry.scores.items():
-            first = seen.setdefault(row, entry)
-            if first.scores[row].value != score.value:
-                raise ValueError(
-                    f"{first.path} and {entry.path} give this model different values of "
-                    f"{row.task}, {row.metric}; pass the newer one only"
-                )
-    return own, others
-
-
-def merged(results: Iterable[ScoredModel]) -> dict[Row, ShownScore]:
-    """Return the scores of several files as one mapping."""
-    return {row: score for entry in results for row, score in entry.scores.items()}
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -331,18 +168,18 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         picture=bool(run and run.picture),
         card=of_recipe(run.recipe) if run else {},
     )
-    # what is committed beside cards names no folder of the machine that trained
+    # the file beside a card names no folder of the machine that trained
     plain: Any = portable(asdict(facts))
     return CardFacts(**plain), run.picture if run else None
 
 
 def read_facts(path: Path) -> CardFacts:
-    """Read what :meth:`CardFacts.write` wrote.
+    """Read a file of :meth:`CardFacts.write`.
 
     Raises:
         ValueError: The file is missing, corrupt, or holds something else.
     """
-    content = {"card": {}, **read_json(path)}  # of an earlier version without
+    content = read_json(path)
     names = {field.name for field in fields(CardFacts)}
     if set(content) != names:
         raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(names))}")
@@ -375,7 +212,7 @@ def _run_of(
             return None
         run_dir = real.parent
     run, place = read_run(Path(run_dir)), Path(run_dir).resolve()
-    # a checkpoint knows nothing of what was recorded after it, nor does a model made of the best
+    # later records are not of a checkpoint, nor of a model made of the best step
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
     if step is not None:
         run = run.until(int(step[1]))
@@ -398,40 +235,16 @@ def _run_of(
 
 
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:
-    """Return what ``model_cards/families/<name>.yaml`` says; None if there is no such file.
+    """Read ``model_cards/families/<name>.yaml``; None if there is no such file.
 
     Of an encoder ``model_cards/encoder.yaml`` has other words, and more on the architecture.
-
-    Raises:
-        ValueError: The file is not as it must be; the message names it.
     """
     try:
-        path = share(f"model_cards/families/{name}.yaml")
+        path = package_data(f"model_cards/families/{name}.yaml")
     except LookupError:
         return None
     words = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for names, found in ((_FAMILY_FIELDS, words), (_PAPER_FIELDS, (words or {}).get("paper"))):
-        if not isinstance(found, dict) or set(found) != names:
-            raise ValueError(f"{path} must have exactly the fields {', '.join(sorted(names))}")
     if encoder:
-        own = yaml.safe_load(share("model_cards/encoder.yaml").read_text(encoding="utf-8"))
+        own = yaml.safe_load(package_data("model_cards/encoder.yaml").read_text(encoding="utf-8"))
         words |= {**own, "architecture": f"{words['architecture']} {own['architecture']}"}
     return {key: value.strip() if isinstance(value, str) else value for key, value in words.items()}
-
-
-def recorded(environment: object) -> str:
-    """Write what :func:`ssmzoo_kernels.machine.environment` recorded in one line."""
-    if not isinstance(environment, Mapping):
-        return NOT_RECORDED
-    return flat({str(name).replace("_", " "): value for name, value in environment.items()})
-
-
-def flat(value: object) -> str:
-    """Write a fact of any shape in one line; long lists are counted."""
-    if value is None or value in ("", {}, []):
-        return NOT_MEASURED
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {flat(part)}" for key, part in value.items() if part is not None)
-    if isinstance(value, list | tuple):
-        return f"({len(value)})" if len(value) > _LONG else ", ".join(map(flat, value))
-    return str(value)

@@ -1,18 +1,25 @@
-"""What a run's recipe says for its model's card: the section ``card``, the data and the base."""
+"""A card's metadata: fields of the run's recipe, its data and base, and scores."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from ssmzoo.environment.credentials import find_credential
 from ssmzoo.environment.hub_metadata import checked, is_hub_id
+from ssmzoo.family import Family
+from ssmzoo.publishing.card_results import ScoredModel, merged
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
 
 
 def of_recipe(recipe: object) -> dict[str, Any]:
-    """Return what a run's recipe says for its model's card.
+    """Return the metadata of a card that follows from a run's recipe.
 
     That is its section ``card``; where this names no data set or no base, those of the run, if
     they are on the Hub.
@@ -60,3 +67,59 @@ def _data_of_task(data: Mapping[str, Any]) -> object:
     argument = inspect.signature(task).parameters.get("data")
     default = None if argument is None or argument.default is argument.empty else argument.default
     return _part(data, "task_args").get("data", default)
+
+
+def benchmark_entries(own: Sequence[ScoredModel]) -> str | None:
+    """Return the YAML of ``.eval_results``; None if no score is of a benchmark on the Hub."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    entries = [
+        EvalResultEntry(
+            *score.benchmark,
+            value=score.value,
+            date=score.origin.date,
+            notes=f"{row.task}, {row.metric}, {row.num_fewshot} shots, lm-eval by ssmzoo",
+        )
+        for row, score in merged(own).items()
+        if score.benchmark is not None and score.value is not None
+    ]
+    return yaml.safe_dump(eval_result_entries_to_yaml(entries)) if entries else None
+
+
+def model_metadata(
+    name: str, family: Family | None, own: Sequence[ScoredModel], told: Mapping[str, Any]
+) -> ModelCardData:
+    """Return a card's metadata: its scores, the family's tags, and the fields of ``told``."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    evaluations = []
+    for row, score in merged(own).items():
+        if score.value is None:
+            continue
+        settings = {
+            "n": row.n,
+            "num_fewshot": row.num_fewshot,
+            "seed": row.seed,
+            "stderr": score.stderr,
+        }
+        evaluations.append(
+            EvalResult(
+                task_type=told["pipeline_tag"],
+                dataset_type=row.task,
+                dataset_name=row.task,
+                metric_type=row.metric,
+                metric_name=row.metric,
+                metric_value=score.value,
+                metric_args={key: value for key, value in settings.items() if value is not None},
+            )
+        )
+    tags = []
+    if family is not None:
+        tags = ["ssmzoo", "state-space-model", family.name, f"arxiv:{family.paper.arxiv}"]
+    return ModelCardData(
+        library_name="transformers",
+        tags=tags or None,
+        model_name=name if evaluations else None,
+        eval_results=evaluations or None,
+        **told,
+    )

@@ -1,4 +1,4 @@
-"""What a publication consists of, and the checks that everything in it passes.
+"""Choose and check the files of a publication.
 
 It is a closed list, by name: configuration, safetensors weights, tokenizer or image processor,
 generation configuration, card, the pictures and the licence's text that the card links, scores of
@@ -35,7 +35,7 @@ from ssmzoo.environment.hub_metadata import LICENSE_FILES
 from ssmzoo.files import parse_json, parse_yaml
 
 CARD = "README.md"
-EVAL_RESULTS = ".eval_results"  # what the Hub's leaderboards read
+EVAL_RESULTS = ".eval_results"  # read by the Hub's leaderboards
 ENTRIES = f"{EVAL_RESULTS}/ssmzoo.yaml"  # ours there
 
 _NAMES = {
@@ -61,7 +61,7 @@ _NAMES = {
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
 _PICTURES = {".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp"}
-# what no loader reads, for people and the Hub; LICENSE and .gitattributes have no ending
+# documents, which no loader reads; LICENSE and .gitattributes have no ending
 _DOCUMENTS = {"", ".md", ".txt", ".pdf", ".html", ".bib", ".cff", ".csv", ".tsv", ".yaml", ".yml"}
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
@@ -71,7 +71,7 @@ Content: TypeAlias = bytes | Path  # of weights the file, which is too large to 
 
 @dataclass(frozen=True)
 class Publication:
-    """What goes, and the names in the model's folder that do not.
+    """The files that go, and the names in the model's folder that do not.
 
     Attributes:
         sources: Content by path inside the target, sorted.
@@ -114,7 +114,7 @@ def is_document(name: str) -> bool:
 
 
 def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
-    """List what goes of a model's folder, after checking every file of it.
+    """Return the files to publish of a model's folder, after checking each.
 
     Args:
         folder: The folder, without links in its path.
@@ -215,7 +215,7 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
 
 
 def refuse_credentials(folder: Path, plan: Publication) -> None:
-    """Fail if a file that is to go holds what looks like a credential; the error does not show it.
+    """Refuse a publication with a marked credential, which the error does not show.
 
     Raises:
         ValueError: It does; the message says where.

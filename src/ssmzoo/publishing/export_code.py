@@ -30,14 +30,13 @@ from ssmzoo.publishing.rewriting import (
     find_source,
     first_place,
     last_import,
-    own_namespace,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MARK = "# Exported by ssmzoo "  # the beginning of every file that an export wrote
-ITSELF = "this_module"  # what a flat file calls itself, for those who want the whole module
+ITSELF = "this_module"  # the name in a flat file of the module itself, for those who import it
 
 _STAND_INS = {
     f"ssmzoo_kernels.{name}": Path(__file__).with_name("standalone") / f"{name}.py"
@@ -176,7 +175,7 @@ def family_to_export(config: Mapping[str, Any]) -> Family:
 def standalone_files(
     config: Mapping[str, Any], card: str, tokenizer: bool = False
 ) -> dict[str, str]:
-    """Return by name what a standalone publication has beside weights and tokenizer.
+    """Return the files of a standalone publication beside weights and tokenizer, by name.
 
     Args:
         config: The content of its ``config.json``.
@@ -211,7 +210,7 @@ def _with_section(card: str, config: Mapping[str, Any], family: Family, tokenize
     if tokenizer:  # transformers reads the configuration for it, too
         section += "tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=True)\n"
     section += "```\n"
-    before, use, after = card.partition("\n## Use\n")  # what every reader can do comes first
+    before, use, after = card.partition("\n## Use\n")  # first the way that works for every reader
     return f"{before.rstrip()}\n\n{section}{use}{after}"
 
 
@@ -301,7 +300,7 @@ class _Flat:
         self._waiting.append(module)
 
     def follow(self) -> None:
-        """Add whatever the modules import, and what that imports."""
+        """Add the modules that these import, and so on."""
         while self._waiting:
             source = self.sources[self._waiting.pop()]
             for node in source.imports():
@@ -315,7 +314,6 @@ class _Flat:
         """Return the flat file of a module."""
         source = self.sources[module]
         editor = Editor(source)
-        own_namespace(editor)
         behind = ""
         calls = list(source.dynamic_imports())
         for node, package, expression in calls:

@@ -1,9 +1,9 @@
 """Models as graphs without Python: programs of ``torch.export``, and ONNX.
 
-What surprises: one graph reads a prompt and goes on behind it. It takes tokens ``[B, L]`` and the
-states before them; states of zeros begin a new sequence, as in every family. A program with our ops
-reads a prompt at once. One without them, and ONNX, is the graph of one token, repeated by a scan,
-whose prompt's token costs as much as one that follows.
+One graph reads prompts and continues them: it takes tokens ``[B, L]`` and the states before them;
+states of zeros begin a new sequence, as in every family. A program with our ops reads a prompt at
+once. One without them, and ONNX, scans over the graph of one token, so a prompt's token costs as
+much as a generated one.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def _tracing(model: nn.Module, portable: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own warnings, of what it will change and of what is not installed, off."""
+    """Silence torch's warnings of coming changes and of missing packages."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -282,11 +282,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-# --- forms for what ONNX has no operators for: complex numbers by their parts ---------------------
+# --- forms without operators that ONNX lacks: complex numbers by their parts ----------------------
 
 
 def _portable_forms() -> dict[Any, Callable[..., Any]]:
-    """Return, by torch's operator, what to compute instead."""
+    """Return the replacement of each of torch's operators."""
     aten = torch.ops.aten
     forms: dict[Any, Callable[..., Any]] = {
         aten.exp.default: _exp,
@@ -341,7 +341,7 @@ def _joined(real: Tensor, imaginary: Tensor) -> Tensor:
 
 
 def _each(form: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Apply what is linear over the reals to both parts."""
+    """Apply a map that is linear over the reals to both parts."""
     real, imaginary = zip(*(_parts(x) for x in given), strict=True)
     real, imaginary = form(*real), form(*imaginary)
     return _joined(*torch.broadcast_tensors(real, imaginary))

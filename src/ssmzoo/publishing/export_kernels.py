@@ -15,7 +15,7 @@ from importlib.metadata import metadata, version
 from pathlib import Path
 
 from ssmzoo.files import write_folder
-from ssmzoo.publishing.rewriting import Editor, Source, own_namespace
+from ssmzoo.publishing.rewriting import Editor, Source
 
 NAME = "ssmzoo_kernels"
 BACKENDS = ("cpu", "cuda")  # a variant each, since a variant's metadata names one
@@ -98,7 +98,6 @@ def _relative(path: Path, text: str) -> str:
     parts = path.parent.parts if is_package else path.with_suffix("").parts
     source = Source(".".join((NAME, *parts)), text, is_package)
     editor = Editor(source)
-    own_namespace(editor)
     root = "." * len(source.package.split("."))  # the package's root, seen from this module
     for node in source.imports():
         if isinstance(node, ast.Import):

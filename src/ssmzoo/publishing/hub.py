@@ -10,7 +10,6 @@ earlier one as a whole.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from ssmzoo.checkpoints.weights import (
     read_weights,
 )
 from ssmzoo.environment.credentials import find_credential
-from ssmzoo.family import claims, family_of, packages_of
+from ssmzoo.family import family_of, packages_of
 from ssmzoo.files import file_digest, read_json, write_folder
 from ssmzoo.publishing.contents import (
     CARD,
@@ -50,7 +49,7 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publication holds and where it went; a dry run returns the same, undone.
+    """The files of a publication and where it went; a dry run returns the same plan.
 
     Attributes:
         kind: ``"folder"`` or ``"hub"``.
@@ -208,17 +207,12 @@ def _how_to_load(folder: Path, place: str, code: bool) -> str:
             "ssmzoo generate MODEL PROMPT --adapter FOLDER"
         )
     config = read_json(folder / "config.json")
-    kind = str(config.get("model_type"))
-    name = kind.removeprefix("ssmzoo_")
-    if name == kind or name not in claims():  # another package's family may have any model_type
-        # a broken plugin, or one that is not installed: this command needs none
-        with suppress(RuntimeError, ValueError):
-            family = family_of(config)
-            if family is None:
-                return (
-                    f"to load it: from_pretrained({place!r}), with the code that transformers has"
-                )
-            name = family.name
+    name = str(config.get("model_type")).removeprefix("ssmzoo_")
+    with suppress(RuntimeError, ValueError):  # a family that is broken, or not installed
+        family = family_of(config)
+        if family is None:
+            return f"to load it: from_pretrained({place!r}), with the code that transformers has"
+        name = family.name
     others = packages_of(name)[1:]
     also = f" and {listed(others)} from its authors, not by its name alone" if others else ""
     return (
@@ -293,22 +287,16 @@ def _publish_folder(
 
 
 def _check_folder(folder: Path, target: Path) -> None:
+    """Check that a folder is outside the model's, and absent, empty or an earlier publication."""
     if target == folder or target.is_relative_to(folder):
         raise ValueError(f"target {target} must lie outside the model folder {folder}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"target {target} is a file; name a folder")
-    parent = next(path for path in target.parents if path.exists())
-    if not parent.is_dir():
-        raise ValueError(f"target {target} lies under {parent}, which is a file")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise RuntimeError(f"cannot write into {parent}; choose another target or its permissions")
-    if target.is_dir() and any(target.iterdir()):
-        reason = _why_foreign(folder, target)
-        if reason:
-            raise ValueError(
-                f"target {target} is not empty and no earlier publication of this model "
-                f"({reason}); choose another folder or empty it first"
-            )
+    if target.is_dir() and any(target.iterdir()) and (reason := _why_foreign(folder, target)):
+        raise ValueError(
+            f"target {target} is not empty and no earlier publication of this model ({reason}); "
+            "choose another folder or empty it first"
+        )
 
 
 def _why_foreign(folder: Path, target: Path) -> str | None:
@@ -324,19 +312,19 @@ def _why_foreign(folder: Path, target: Path) -> str | None:
     }
     if foreign := present - set(earlier.sources):
         return f"it holds {listed(foreign)}"
-    alone = is_state_adapter(folder)
-    if alone != is_state_adapter(target):
-        return "it holds a model" if alone else "it holds a state adapter without a model"
-    if alone:
-        one, other = read_adapter_config(target), read_adapter_config(folder)
-        same = all(one[name] == other[name] for name in ("model_type", "base", "states"))
-        return None if same else "it holds a state adapter of another model"
-    old, new = (read_json(place / "config.json").get("model_type") for place in (target, folder))
+    (old, *tensors), (new, *needed) = _kind(target), _kind(folder)
     if old != new:
-        return f"its model_type is {old!r}, this model's {new!r}"
-    if read_weights(target) != read_weights(folder):
-        return "its tensors have other names, types or shapes"
-    return None
+        return f"it holds {old}, not {new}"
+    return None if tensors == needed else "its tensors have other names, types or shapes"
+
+
+def _kind(folder: Path) -> tuple[str, object]:
+    """Return a folder's kind of content, in words, and its tensors' types and shapes."""
+    if is_state_adapter(folder):
+        config = read_adapter_config(folder)
+        return f"a state adapter of a {config['model_type']}", (config["base"], config["states"])
+    kind = read_json(folder / "config.json").get("model_type")
+    return f"a model of type {kind!r}", read_weights(folder)
 
 
 def _put(content: Content, place: Path, digest: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Python modules that leave their packages: whom they import, and the same with other imports.
+"""Read and rewrite the imports of Python modules that travel without their packages.
 
 Texts are parsed, never matched; what is replaced lies exactly where the parser says, so comments
 and layout survive.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-OPS = "ssmzoo::"  # the namespace of our ops in torch
 _UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__"})
 _UNSAFE_MODULES = frozenset(
     {"builtins", "cloudpickle", "ctypes", "dill", "importlib", "joblib", "marshal", "pickle"}
@@ -136,7 +135,7 @@ def find_source(name: str) -> Source | None:
 
 @dataclass(frozen=True)
 class Edit:
-    """What to put in the place of a node, or, with ``end == start``, between two."""
+    """A replacement of bytes ``start`` to ``end``; with ``end == start`` an insertion."""
 
     start: int
     end: int
@@ -189,35 +188,6 @@ class Editor:
         for edit in sorted(self._edits, key=lambda edit: edit.start, reverse=True):
             out = out[: edit.start] + edit.text.encode() + out[edit.end :]
         return out.decode()
-
-
-def own_namespace(editor: Editor) -> None:
-    """Register ops under a namespace of the module's own.
-
-    The same op may come with several checkpoints, and with the zoo itself, into one process; the
-    last to register a name would take it from the others.
-    """
-    found, parts = False, set()
-    for node in editor.source.nodes:  # a string's parts come after it
-        if isinstance(node, ast.JoinedStr):
-            parts.update(map(id, node.values))
-            text = editor.segment(node)
-            named = text.startswith(f'f"{OPS}')
-            new = text.replace(OPS, "{_NAMESPACE}::", 1)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            named = node.value.startswith(OPS) and id(node) not in parts
-            new = 'f"{_NAMESPACE}::' + node.value.removeprefix(OPS) + '"'
-        else:
-            continue
-        if named:
-            editor.replace(node, new)
-            found = True
-    if found:
-        editor.after(
-            last_import(editor.source),
-            "\n# several copies of this module may live in one process; each has its own ops\n"
-            '_NAMESPACE = "".join(c if c.isascii() and c.isalnum() else "_" for c in __name__)\n',
-        )
 
 
 def last_import(source: Source) -> ast.stmt | None:

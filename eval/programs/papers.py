@@ -1,4 +1,4 @@
-"""What the papers report, beside what was measured here, and which word the two deserve.
+"""Set the papers' figures beside our own, with the word that both deserve.
 
 ``eval/papers.yaml`` holds the papers' figures and the conditions of our runs; our own figures come
 from results. The word follows from both, so nobody chooses it.
@@ -10,13 +10,15 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ssmzoo.files import parse_yaml, share
-from ssmzoo.publishing.card_facts import NOT_MEASURED, ScoredModel, ShownScore
+from ssmzoo.files import parse_yaml
+from ssmzoo.publishing.card_results import NOT_MEASURED, ScoredModel, ShownScore
 
 _FILE = "eval/papers.yaml"
+PLACE = Path(__file__).resolve().parents[2] / _FILE
 _FIGURE = re.compile(r"\d+(\.\d+)?(\+| ?%)?")
 _MARKS = ("✗", "OOM")  # of a task that was not learned, and of a GPU's memory that did not suffice
 _LISTS = ("results", "better_than", "worse_than")
@@ -91,7 +93,7 @@ def papers() -> dict[str, list[PaperTable]]:
     Raises:
         ValueError: ``eval/papers.yaml`` has an entry that is none; the message names it.
     """
-    content = parse_yaml(share(_FILE).read_text(encoding="utf-8"), _FILE)
+    content = parse_yaml(PLACE.read_text(encoding="utf-8"), _FILE)
     if not isinstance(content, dict) or not all(isinstance(x, list) for x in content.values()):
         raise ValueError(f"{_FILE}: must hold a list of tables by family, got {content!r:.60}")
     return {family: [_table(family, entry) for entry in content[family]] for family in content}
