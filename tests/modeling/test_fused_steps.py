@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from ssmzoo import load_family
 from ssmzoo.modeling import RMSNorm, UnservedError, layers
 from ssmzoo.modeling.backbone import SSMBlock
-from ssmzoo.modeling.decoding import KEPT_AS
+from ssmzoo.modeling.decoding import DECODING
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.testing.forms import check_fused_steps
 from ssmzoo.testing.subject import NotApplicable, Subject
@@ -114,7 +114,7 @@ def distance(x: Tensor, judge: Tensor) -> float:
 
 def steps(model: nn.Module) -> list[bool]:
     """Return of every block whether it decodes by a program now."""
-    found = [m.__dict__.get(KEPT_AS) for n, m in model.named_modules() if n[-1:].isdigit()]
+    found = [m.__dict__.get(DECODING) for n, m in model.named_modules() if n[-1:].isdigit()]
     return [known is not None and known.step is not None for known in found]
 
 

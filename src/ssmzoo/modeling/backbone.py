@@ -20,27 +20,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import (
-    STATE_ADAPTER,
-    LayerState,
     StateCache,
     check_kind,
     refuse_pieces,
     refuse_reentrant_checkpointing,
 )
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER
 from ssmzoo.modeling.compat import CACHE, BaseModelOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import (
-    ModuleParts,
-    State,
-    UnservedError,
-    is_token,
-    is_watched,
-    token_of_layer,
-)
+from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
+from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.images import ImageEmbedding
 from ssmzoo.modeling.inputs import check_indices, given_inputs
-from ssmzoo.modeling.layers import MLP, Dropout, DropPath, Linear
+from ssmzoo.modeling.layer_state import LayerState
+from ssmzoo.modeling.layers import MLP, Dropout, DropPath, Linear, keeping_precision
+from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, is_watched
 from ssmzoo.modeling.norms import (
     BatchNorm,
     LayerNorm,
@@ -52,7 +47,8 @@ from ssmzoo.modeling.norms import (
 )
 from ssmzoo.modeling.packing import PackedRow, find_packing, flip, flip_steps
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, empty_is_nan
-from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, SequenceParallelCache
+from ssmzoo.modeling.sequence_parallel import PassingCache, SequenceParallelCache
+from ssmzoo.modeling.state_passing import CutRows
 from ssmzoo.modeling.static_cache import StaticStateCache
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -210,13 +206,7 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            out = fn(tensor)
-            lowered = out.is_floating_point() and out.dtype.itemsize < 4 <= tensor.dtype.itemsize
-            return tensor.to(out.device) if lowered else out
-
-        return super()._apply(keep_precision, recurse=False)
+        return super()._apply(keeping_precision(fn), recurse=False)
 
 
 def _in_low_default(tensor: Tensor) -> bool:
@@ -545,6 +535,7 @@ class SSMModel(SSMPreTrainedModel):
         all_hidden_states: list[Tensor] = []
         states: list[LayerState] = []
         shared: dict[Any, Any] = {}
+        checked_code: dict[ForwardCode, bool] = {}
         for name, given in token_inputs.items():
             shared[name] = given if packing is None else packing.flat(given)
         reversed_shared = {} if causal else {n: flip_steps(x, packing) for n, x in shared.items()}
@@ -582,6 +573,7 @@ class SSMModel(SSMPreTrainedModel):
                 shared=shared,
                 reversed_shared=reversed_shared,
                 next_norm=next_norm,
+                checked_code=checked_code,
             )
             if passing is not None:
                 passing.open_layer(index, state, hidden_states)

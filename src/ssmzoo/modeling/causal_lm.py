@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -65,8 +67,8 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         self.post_init()
 
     @property
-    def prompt_reader(self) -> SSMModel:
-        """What reads a prompt: the backbone."""
+    def recurrent_backbone(self) -> SSMModel:
+        """The module that reads tokens and makes caches."""
         return self.model
 
     def make_head(self, config: Any) -> nn.Module:
@@ -336,26 +338,20 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
         However it ends, the configuration is as it was, and the state records no more.
         """
-        given = kwargs.get(CACHE)
-        length = prompt_length(generation_config, kwargs)
         generation_config.cache_implementation = None  # transformers refuses its own static caches
-        if given is not None and given.seen_tokens and length == input_ids.shape[1]:
-            given.input_holds_seen = True  # candidates are added before its next input is prepared
         layers = self.config.num_hidden_layers
         if len(self.model.layers) == layers:  # of which fewer may be asked to propose
             self.model.layers_built = layers
-        decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
+        decode = functools.partial(
+            super()._assisted_decoding,  # pyright: ignore[reportAttributeAccessIssue]
+            *(input_ids, *args),
+            generation_config=generation_config,
+            **kwargs,
+        )
         try:
-            output = decode(input_ids, *args, generation_config=generation_config, **kwargs)
+            return decode_assisted(decode, self.model, input_ids, generation_config, kwargs)
         finally:
             self.config.num_hidden_layers = layers
-            if given is not None:
-                given.input_holds_seen = False
-                given.deactivate_past_recording()
-        assert given is not None  # transformers refuses to speculate without
-        if generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False):
-            given.read_again(self.model)  # it outlives the call, and may be saved or get other rows
-        return output
 
     def _prepare_cache_for_generation(
         self,
@@ -402,13 +398,45 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         return StaticStateCache(self.config)
 
 
-def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+def prompt_length(generation_config: Any, model_kwargs: Mapping[str, Any]) -> int | None:
     """Return how many tokens a prompt has, also where only those behind a given state came.
 
     ``generate`` drops a mask that is all ones and keeps its length.
     """
     mask = model_kwargs.get("attention_mask")
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def decode_assisted(
+    decode: Callable[[], Any],
+    backbone: nn.Module,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+) -> Any:
+    """Run transformers' assisted decoding, which takes proposed tokens back from the cache.
+
+    Args:
+        decode: Runs it.
+        backbone: The module that reads again what stays of the last proposals.
+        input_ids: What it goes on from.
+        generation_config: The settings of ``generate``.
+        model_kwargs: The arguments of the model's calls, with the cache as :data:`CACHE`.
+    """
+    cache: Any = model_kwargs.get(CACHE)
+    if cache is None:
+        return decode()  # transformers refuses it
+    length = prompt_length(generation_config, model_kwargs)
+    # transformers forgets what a given state has seen when it adds candidates to the first call
+    cache.input_holds_seen = bool(cache.seen_tokens) and length == input_ids.shape[1]
+    try:
+        output = decode()
+    finally:
+        cache.input_holds_seen = False
+        cache.deactivate_past_recording()
+    if generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+        cache.read_again(backbone)  # it outlives the call, and may be saved or get other rows
+    return output
 
 
 def given_state(

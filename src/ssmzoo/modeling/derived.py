@@ -13,7 +13,7 @@ from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.dispatch import is_traced
 
 if TYPE_CHECKING:
-    from ssmzoo.modeling.cache import LayerState
+    from ssmzoo.modeling.layer_state import LayerState
 
 T = TypeVar("T")
 _constant = False  # no context variable: torch.compile traces `get`

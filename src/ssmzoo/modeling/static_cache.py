@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ssmzoo.modeling.cache import CacheLayer, LayerState, StateCache
+from ssmzoo.modeling.cache import CacheLayer, StateCache
+from ssmzoo.modeling.layer_state import LayerState
 
 if TYPE_CHECKING:
     from typing import Self

@@ -22,10 +22,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ssmzoo
 from ssmzoo.modeling.compat import cache_name
-from ssmzoo.modeling.decoding import kept
+from ssmzoo.modeling.decoding import decoding_of
 from ssmzoo.modeling.stock import functions, norms
-from ssmzoo.modeling.stock.classes import Accelerated, writers_of
-from ssmzoo.modeling.stock.functions import _told
+from ssmzoo.modeling.stock.classes import Accelerated
+from ssmzoo.modeling.stock.functions import _in_call
+from ssmzoo.modeling.stock.known import writers_of
 from ssmzoo_kernels import layers
 from ssmzoo_kernels.dispatch import watch
 
@@ -126,7 +127,7 @@ def test_logits_and_gradients_are_the_stock_ones(model_type: str) -> None:
     assert {(kernel, "cpu"), ("causal_conv1d", "cpu"), ("rms_norm", "cpu")} <= set(ran)
     for name, module in model.named_modules():
         if writers_of(type(module)) and name.endswith("norm"):
-            assert kept(module).offset in (0.0, 1.0), name
+            assert decoding_of(module).offset in (0.0, 1.0), name
     assert distance(logits, stock_logits) <= 1e-5
     assert_as_near(ours, stock, exact)
 
@@ -378,7 +379,7 @@ def test_training_reads_weights_only_where_nothing_wraps_or_watches_a_layer(
     ssmzoo.accelerate(model)
     fused, calls = layers.FUNCTIONS["mamba_inner_fn"], []
     monkeypatch.setattr(
-        functions, "_told", lambda f: lambda *a, **k: (calls.append(f), _told(f)(*a, **k))[1]
+        functions, "_in_call", lambda f: lambda *a, **k: (calls.append(f), _in_call(f)(*a, **k))[1]
     )
     gradients(model, x)
     assert calls.count(fused) == 2  # of two layers

@@ -174,7 +174,7 @@ def test_an_adapter_is_part_of_the_weights_that_read_a_prompt(tmp_path: Path) ->
 def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
     model = ours("jamba").train()
     model.gradient_checkpointing_enable()
-    cache = StockCache(model.prompt_reader.config)
+    cache = StockCache(model.recurrent_backbone.config)
     with pytest.raises(ValueError, match="cache must be left out where JambaModel"):
         model(ids(), cache=cache)
     assert cache.seen_tokens == 0
@@ -187,7 +187,7 @@ def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
 def test_a_call_without_input_gets_the_stock_error(model_type: str) -> None:
     model = ours(model_type)
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-        model(cache=StockCache(model.prompt_reader.config))
+        model(cache=StockCache(model.recurrent_backbone.config))
 
 
 # --- tokens that are taken back -------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
 from ssmzoo.modeling.compat import CACHE, cache_name
-from ssmzoo.modeling.decoding import KEPT_AS
-from ssmzoo.modeling.stock import classes, norms
+from ssmzoo.modeling.decoding import DECODING
+from ssmzoo.modeling.stock import mixers, norms
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
@@ -63,7 +63,7 @@ def programs(model: nn.Module) -> list[nn.Module]:
     """Return the modules that decode by a program now."""
     found = []
     for module in model.modules():
-        known = module.__dict__.get(KEPT_AS)
+        known = module.__dict__.get(DECODING)
         if known and known.step:
             found.append(module)
     return found
@@ -246,13 +246,13 @@ def test_a_hook_on_a_layer_is_called_for_every_token(mamba: Any) -> None:
 def test_a_prompts_step_sizes_are_multiplied_as_other_prompts(
     mamba: Any, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
-    product, read = classes.many_rows_linear, []
+    product, read = mixers.many_rows_linear, []
 
     def note(x: Tensor, weight: Tensor) -> Tensor:
         read.append(weight)
         return product(x, weight)
 
-    monkeypatch.setattr(classes, "many_rows_linear", note)
+    monkeypatch.setattr(mixers, "many_rows_linear", note)
     layers = [m.dt_proj for m in programs(mamba) if type(m).__name__.endswith("Mixer")]
     if watched:  # as offloaded weights are
         for layer in layers:
@@ -382,7 +382,7 @@ def test_norms_in_float16_are_on_our_op_where_stock_code_rounds_the_small(
         x = torch.randn(4, 24, 32).half()
         x[..., 0] *= 2.0**-14
         norm(x)
-    assert norm.__dict__[KEPT_AS].offset == 0.0
+    assert norm.__dict__[DECODING].offset == 0.0
 
 
 @pytest.mark.parametrize("length", [1, 24], ids=["a token", "a sequence"])
@@ -412,7 +412,7 @@ def test_copies_prove_anew_and_nothing_stays_behind(mamba: Any) -> None:
         assert distance(decode(other, x, prompt(other, x)), expected) <= 1e-5
         assert len(programs(other)) == 5
     ssmzoo.restore(mamba)
-    assert not any(KEPT_AS in module.__dict__ for module in mamba.modules())
+    assert not any(DECODING in module.__dict__ for module in mamba.modules())
 
 
 def test_two_caches_at_once_give_what_each_gives_alone(mamba: Any) -> None:

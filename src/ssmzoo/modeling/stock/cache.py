@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, own_fields
+from ssmzoo.modeling.cache import RecurrentCache
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER, own_fields
 from ssmzoo.modeling.compat import is_checkpointing
-from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, StatePassing
+from ssmzoo.modeling.sequence_parallel import PassingCache
+from ssmzoo.modeling.state_passing import CutRows, StatePassing
 
 _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
