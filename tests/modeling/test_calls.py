@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ssmzoo_kernels
-from ssmzoo import families, load_family
+from ssmzoo import load_family
 from ssmzoo.modeling import PackedRow
 from ssmzoo_kernels import validation
 
@@ -70,10 +70,6 @@ MOST = {
 }
 
 
-def test_every_family_has_its_numbers():
-    assert set(families()) >= set(MOST)
-
-
 @pytest.mark.parametrize("name", MOST)
 @torch.no_grad()
 def test_a_layer_and_a_decoding_step_take_few_calls(name):
@@ -104,27 +100,6 @@ def test_packing_is_checked_once_for_all_layers(name, monkeypatch):
     ids = torch.arange(12)[None]
     model(ids, labels=ids, cu_seqlens=torch.tensor([0, 5, 12]))
     assert len(checks) == len(found) == 1
-
-
-@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(2, 8)}])
-@pytest.mark.parametrize("head", ["causal_lm", "sequence_classification", "token_classification"])
-@torch.no_grad()
-def test_packing_is_looked_for_once(head, given, monkeypatch):
-    from ssmzoo.modeling import backbone
-
-    family = load_family("longhorn")
-    model = getattr(family, f"{head}_class")(family.config(**family.tiny)).eval()
-    asked, looked = [], []
-    find, ask = backbone.find_packing, type(model.model).find_packing
-    monkeypatch.setattr(
-        backbone, "find_packing", lambda *given: (looked.append(given), find(*given))[1]
-    )
-    monkeypatch.setattr(
-        type(model.model), "find_packing", lambda *given: (asked.append(given), ask(*given))[1]
-    )
-    model(torch.arange(16).view(2, 8), **given)
-    assert len(asked) == 1
-    assert len(looked) == len(given)
 
 
 @pytest.mark.long

@@ -60,7 +60,7 @@ class CacheLayer:
 
 
 class RecurrentCache(RollbackCache):
-    """What every cache of states has, whoever writes into it: rollback, rows, copies, files.
+    """The base of all caches of recurrent states: rollback, rows, copies, files.
 
     A subclass defines ``get_states`` and ``set_states``: tensors by name, a row a sequence.
 
@@ -81,7 +81,7 @@ class RecurrentCache(RollbackCache):
         return any(self.get_states())
 
     def get_memory(self) -> list[dict[str, Tensor]]:
-        """Return what each layer keeps, states or not."""
+        """Return all tensors of each layer, buffers without a state among them."""
         return self.get_states()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -90,12 +90,12 @@ class RecurrentCache(RollbackCache):
 
     @property
     def owner(self) -> dict[str, Any]:
-        """What a model must share with the one that it serves."""
+        """The fields that a model must share to go on from this cache."""
         return self.signature(self.config)
 
     @staticmethod
     def signature(config: Any) -> dict[str, Any]:
-        """Return what two models must share for a state of one to be the other's, too."""
+        """Return the fields that make the caches of two models interchangeable."""
         names = own_fields(type(config))
         return dict(
             zip(names, itemgetter(*names)(vars(config)), strict=True),
@@ -113,8 +113,8 @@ class RecurrentCache(RollbackCache):
     @property
     def nbytes(self) -> int:
         """Return the size of all states in bytes; only attention's grows with the tokens seen."""
-        kept = self.get_memory()
-        return sum(s.numel() * s.element_size() for states in kept for s in states.values())
+        memory = self.get_memory()
+        return sum(s.numel() * s.element_size() for held in memory for s in held.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the states, without the graph that may have made them."""

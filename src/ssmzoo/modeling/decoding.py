@@ -86,7 +86,7 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by its own code."""
 
     step: _Step | None = None
-    # whether an input is still its own code's
+    # whether an input still goes to the module's own code
     refused: Callable[[Tensor, dict[ForwardCode, bool] | None], bool] | None = None
     why: str | None = None  # in words; None while a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
@@ -195,7 +195,7 @@ def token_of_layer(
 
 
 def is_token(module: nn.Module, x: Tensor, packing: PackedRow | None) -> bool:
-    """Tell whether a layer reads one token ``[B, 1, D]`` of whole rows, outside training."""
+    """Return whether a layer reads one token ``[B, 1, D]`` of whole rows, outside training."""
     return (
         x.shape[1] == 1
         and packing is None
@@ -213,7 +213,7 @@ def _writable(state: Tensor) -> bool:
 def _may_decode(
     known: Decoding, x: Tensor, states: Sequence[Tensor], checked: dict[ForwardCode, bool] | None
 ) -> bool:
-    """Tell whether a module's token may go by a program, as things are now."""
+    """Return whether a program may run a module's token now."""
     if known.refused is not None and known.refused(x, checked):
         return False
     if (
@@ -259,7 +259,7 @@ def _prove(
     before = [state.clone() for state in states]
     y = own()
     if not y.any() or not y.isfinite().all():
-        return y, after()  # from which nothing can be told
+        return y, after()  # which prove nothing
     asked, differs, fitting = [], False, []
     for writer in writers:
         asked.append(ModuleParts(module, matrices))
@@ -278,7 +278,7 @@ def _prove(
         else:
             differs = True
     if fitting:
-        known.step, ours, changed = min(fitting, key=lambda found: apart(found[1], y))
+        known.step, ours, changed = min(fitting, key=lambda found: mean_distance(found[1], y))
         known.refused = known.why = None
         return ours, changed
     if differs:
@@ -299,14 +299,14 @@ def _prove(
 
 
 def agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether two results of a module are one but for the roundings of a dtype."""
+    """Return whether two results of a module are equal to the rounding of a dtype."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     rounding = _ROUNDING[dtype]
     return not b.numel() or bool(((a - b).abs() <= rounding * b.abs().max()).all())
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def mean_distance(a: Tensor, b: Tensor) -> float:
     """Return how far ``a`` is from ``b``, relative to it in each column, as the columns' mean."""
     kind = torch.promote_types(b.dtype, torch.float32)
     difference, size = (x.reshape(-1, x.shape[-1]).abs().sum(0, dtype=kind) for x in (a - b, b))

@@ -22,7 +22,7 @@ class Recorded:
 
 
 class RollbackCache(Cache):
-    """A cache that counts tokens and takes them back; a subclass says what its layers hold."""
+    """A cache that counts tokens and takes them back; a subclass holds the states."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -296,7 +296,7 @@ def _fresh(model: Any, backbone: Any) -> StateAdapter:
 
 @torch.no_grad()
 def _states_after_two_tokens(backbone: Any) -> list[dict[str, Tensor]]:
-    """Return a row of each layer's states; the model and the random numbers stay as they are."""
+    """Return a row of each layer's states; the model and the random state do not change."""
     config = backbone.config
     weight = next(p for p in backbone.parameters() if p.is_floating_point())
     x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)

@@ -71,8 +71,8 @@ class StatePassing:
                 arriving, leaving = next(reversed(self._opened.values()))
                 leaving.close()
                 arriving.receive_all()
-            told = self._line, self._rows, device
-            self._opened[index] = _Arriving(*told), _Leaving(*told)
+            route = self._line, self._rows, device
+            self._opened[index] = _Arriving(*route), _Leaving(*route)
         return self._opened[index]
 
     def close(self, hidden_states: Tensor) -> Tensor:

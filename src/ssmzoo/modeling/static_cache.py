@@ -1,7 +1,7 @@
 """A state in buffers that are written in place, so that a graph of CUDA can take a step.
 
-What surprises: nothing that a token changes is a number of Python's; the tokens seen are counted in
-a tensor, too. So one graph of ``torch.compile`` serves all steps, and its memory never moves.
+What surprises: a token changes no Python number; the tokens seen are counted in a tensor, too. So
+one graph of ``torch.compile`` serves all steps, and its memory never moves.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class StockCache(RecurrentCache):
 
     @staticmethod
     def signature(config: Any) -> dict[str, Any]:
-        """Return what two models must share for a state of one to be the other's, too."""
+        """Return the fields that make the caches of two models interchangeable."""
         fields = {name: getattr(config, name, None) for name in own_fields(type(config))}
         fields["model_type"] = config.model_type
         return json.loads(json.dumps(fields, default=str))  # as it reads in a file
@@ -140,16 +140,16 @@ class StockCache(RecurrentCache):
 
 
 def new_cache(config: PreTrainedConfig) -> DynamicCache | StockCache:
-    """Return the cache that a call makes: transformers', or ours where that counts no tokens.
+    """Return the cache that a call makes: transformers', or ours for recurrent layers alone.
 
-    It counts what its attention keeps.
+    transformers' cache counts tokens by the keys of attention.
     """
     cache = DynamicCache(config=config.get_text_config(decoder=True))
     return StockCache(config) if all(cache.is_linear) else cache
 
 
 class StockSequenceParallelCache(PassingCache, StockCache):
-    """What :class:`SequenceParallelCache` is, for an accelerated model.
+    """The :class:`SequenceParallelCache` of an accelerated model.
 
     Its mixers' functions take their states from it, and leave them here, as in a call without a
     cache; transformers' code does not see it.
@@ -169,7 +169,7 @@ class StockSequenceParallelCache(PassingCache, StockCache):
         self.passing = StatePassing(group, rows)
 
     def take(self, tokens: int) -> None:
-        """Take the states that a call of so many tokens a row left."""
+        """Take the states after a call of so many tokens a row."""
         states = [self.passing.final(index) for index in range(len(self.layers))]
         for held in states:
             if CONV_STATE in held:  # [B, K - 1, D], which transformers keeps as [B, D, K]

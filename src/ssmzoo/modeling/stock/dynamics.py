@@ -1,4 +1,4 @@
-"""What the state of an accelerated mixer keeps, read off what its scan is called with."""
+"""The decay of an accelerated mixer's state, from the arguments of its scan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dynamics(mixer: Any, hidden_states: Tensor) -> Dynamics:
 
 
 def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep what a mixer calls a function with, while :func:`dynamics` asks."""
+    """Keep the arguments of a scan while :func:`dynamics` measures."""
     if call.scans is not None and function in _DECAYS:
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()

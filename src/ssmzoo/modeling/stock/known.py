@@ -1,4 +1,4 @@
-"""Which classes of transformers are served, told by what their code calls and takes."""
+"""The classes of transformers that are served, known by the functions that their code calls."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ssmzoo_kernels.few_rows_linear import many_rows_linear
 
 
 class MixerCalls:
-    """What calling an accelerated mixer does.
+    """The calls of an accelerated mixer.
 
     Attributes:
         forward_with_ops: The stock forward with our functions.

@@ -49,7 +49,7 @@ from ssmzoo.modeling.stock.packed_calls import (
 
 
 class ModelCalls:
-    """What calling an accelerated model does, and what its users ask it besides.
+    """The calls of an accelerated model, and what caches and adapters ask of it.
 
     Attributes:
         argument_names: Those of the stock forward, in order.
@@ -74,27 +74,19 @@ class ModelCalls:
                 return module.recurrent_backbone
         return self
 
-    def call_once(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass, in which the code of layers is checked once."""
-        given = dict(zip(self.argument_names, args, strict=False))
-        if len(given) < len(args) or given.keys() & kwargs.keys():
-            return self.stock_class.forward(self, *args, **kwargs)  # which says what is wrong
-        given |= kwargs
-        if torch.compiler.is_compiling() or call.checked_code is not None:
-            return self._read_any(given)
-        call.checked_code = {}
-        try:
-            return self._read_any(given)
-        finally:
-            call.checked_code = None
-
-    def _read_any(self: Any, given: dict[str, Any]) -> Any:
+    def read_any(self: Any, given: dict[str, Any]) -> Any:
         """Run a forward pass with these arguments, whatever the cache is called among them."""
         asked = renamed_cache(given, self.cache_argument)
-        if isinstance(given.get(self.cache_argument), StockSequenceParallelCache):
+        cache = given.get(self.cache_argument)
+        if isinstance(cache, StockSequenceParallelCache):
             output = self._read_piece(given)
         else:
-            output = self._read_packed(given)
+            packing, given = packed_call(self, cache, given)
+            if packing is None:
+                output = self._read(given)
+            else:
+                with mixers_with(packing, call.passing):
+                    output = self._read(given)
         # whose class may know both
         if asked and isinstance(output, ModelOutput) and not hasattr(type(output), asked):
             output[asked] = output.get(self.cache_argument)
@@ -105,22 +97,14 @@ class ModelCalls:
         cache: StockSequenceParallelCache = given[self.cache_argument]
         tokens = _check_piece(self, cache, given)
         with mixers_with(None, cache.passing):
-            output = self._read_any(given | {self.cache_argument: None, "use_cache": False})
+            output = self.read_any(given | {self.cache_argument: None, "use_cache": False})
         cache.take(tokens)
         if isinstance(output, ModelOutput):
             output[self.cache_argument] = cache
         return output
 
-    def _read_packed(self: Any, given: dict[str, Any]) -> Any:
-        """Read rows in which sequences may be packed."""
-        packing, given = packed_call(self, given.get(self.cache_argument), given)
-        if packing is not None:
-            with mixers_with(packing, call.passing):
-                return self._read(given, found=packing)
-        return self._read(given, found=None)
-
-    def _read(self: Any, given: dict[str, Any], found: PackedRow | None) -> Any:
-        """Read rows whose packing, if this call has found any, mixers know."""
+    def _read(self: Any, given: dict[str, Any]) -> Any:
+        """Read rows; mixers know what is packed in them."""
         if self.recurrent_backbone is not self:
             return self.stock_class.forward(self, **given)
         cache = given.get(self.cache_argument)
@@ -138,7 +122,7 @@ class ModelCalls:
         return self._through_cache(given)
 
     def _layers(self: Any, given: dict[str, Any]) -> Any:
-        """Run the stock forward; let states that go elsewhere go."""
+        """Run the stock forward; send on states that belong to another process."""
         output = self.stock_class.forward(self, **given)  # which somebody may replace
         if call.passing is None:
             return output
@@ -178,17 +162,18 @@ class ModelCalls:
         """
         cache = given.get(self.cache_argument)
         adapter = self._modules.get(STATE_ADAPTER) if call.passing is None else None
+        several = cache is not None and inputs_of(given).shape[1] > 1
         if adapter is None:
-            return padded or (cache is not None and self._scans_on(cache, inputs_of(given)))
+            return padded or (several and self._scans_on(cache))
         if not _holds_states(self, cache):
             return True
         if not isinstance(cache, StockCache) and getattr(cache, "adapter", None) is not adapter:
             require_same_start(getattr(cache, "adapter", None), adapter)
-        return padded or self._scans_on(cache, inputs_of(given))
+        return padded or (several and self._scans_on(cache))
 
-    def _scans_on(self: Any, cache: Any, inputs: Tensor) -> bool:
-        """Return whether several tokens behind a cache meet a scan that stock code starts anew."""
-        if inputs.shape[1] == 1 or call.passing is not None or not _holds_states(self, cache):
+    def _scans_on(self: Any, cache: Any) -> bool:
+        """Return whether tokens behind a cache meet a scan that stock code would start anew."""
+        if call.passing is not None or not _holds_states(self, cache):
             return False
         mixers = (m for m in self.modules() if isinstance(m, MixerCalls))
         return any("mamba_selective_scan" in mixer.functions for mixer in mixers)
@@ -284,7 +269,17 @@ def model_body(stock: type[PreTrainedModel]) -> dict[str, Any]:
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.call_once(*args, **kwargs)
+        given = dict(zip(names, args, strict=False))
+        if len(given) < len(args) or given.keys() & kwargs.keys():
+            return stock.forward(self, *args, **kwargs)  # which says what is wrong
+        given |= kwargs
+        if torch.compiler.is_compiling() or call.checked_code is not None:
+            return self.read_any(given)
+        call.checked_code = {}  # each layer's code is checked once a call
+        try:
+            return self.read_any(given)
+        finally:
+            call.checked_code = None
 
     return {
         "forward": forward,

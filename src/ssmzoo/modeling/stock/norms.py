@@ -1,4 +1,4 @@
-"""Norms of stock modules on our op, where it gives what the stock code gives.
+"""Norms of stock modules on our op, where it gives the numbers of the stock code.
 
 This is for whole sequences, with gradients or without; a decoded token goes by ``decoding``.
 """
@@ -50,13 +50,13 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
 
     known = decoding.decoding_of(module)
     if known.code is not None and not known.code.unchanged(call.checked_code):
-        return stock()  # which somebody replaced
+        return stock()  # its code was replaced
     if known.offset is None:
         with torch.no_grad():
             y = stock()
-            if y.any() and y.isfinite().all():  # else nothing can be told from it
+            if y.any() and y.isfinite().all():  # others prove nothing
                 fit = [o for o in OFFSETS if decoding.agree(ours(o), y, x.dtype)]
-                far = {o: decoding.apart(ours(o), y) for o in fit}
+                far = {o: decoding.mean_distance(ours(o), y) for o in fit}
                 known.offset = min(fit, key=far.__getitem__, default=math.nan)
                 known.code = current_code((type(module),))
                 if math.isnan(known.offset):
