@@ -110,7 +110,7 @@ class StockCache(RecurrentCache):
         """Run a forward pass that writes into this cache.
 
         Args:
-            model: The module that it is one of; it reads again what a crop left to be read.
+            model: The module that it is one of.
             forward: The pass.
             given: Its arguments by name.
 
@@ -130,7 +130,6 @@ class StockCache(RecurrentCache):
             )
         self.check(model.config, len(given[name]))
         self.require_start(model._modules.get(STATE_ADAPTER))
-        self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())
         recorded = self.record({name: given[name].detach(), **places} if whole else None)

@@ -73,15 +73,14 @@ def is_plain_linear(layer: Any) -> bool:
 
 def _may_fuse(mixer: Any) -> bool:
     """Return whether a function may read the weights of a mixer's projections."""
+    if not isinstance(mixer, nn.Module):  # one that reads its step sizes otherwise
+        return False
+    projections: list[Any] = [mixer.x_proj, mixer.dt_proj, mixer.out_proj]
     return (
-        isinstance(mixer, nn.Module)  # none that reads its step sizes otherwise
-        and mixer.activation in ("silu", "swish")
+        mixer.activation in ("silu", "swish")
         and type(mixer.conv1d) is nn.Conv1d
         and not is_watched(mixer.conv1d)
-        and all(
-            is_plain_linear(layer) and not is_watched(layer)
-            for layer in (mixer.x_proj, mixer.dt_proj, mixer.out_proj)
-        )
+        and all(is_plain_linear(layer) and not is_watched(layer) for layer in projections)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -108,7 +108,9 @@ class ModelCalls:
         if self.recurrent_backbone is not self:
             return self.stock_class.forward(self, **given)
         cache = given.get(self.cache_argument)
-        if self._modules.get(STATE_ADAPTER) is None and not isinstance(cache, StockCache):
+        if isinstance(cache, StockCache):
+            cache.read_again(self)
+        elif self._modules.get(STATE_ADAPTER) is None:
             require_same_start(getattr(cache, "adapter", None), None)
         if call.packing is None and call.passing is None:
             given = self._placed(cache, given)
@@ -165,7 +167,7 @@ class ModelCalls:
         several = cache is not None and inputs_of(given).shape[1] > 1
         if adapter is None:
             return padded or (several and self._scans_on(cache))
-        if not _holds_states(self, cache):
+        if not _holds_states(cache):
             return True
         if not isinstance(cache, StockCache) and getattr(cache, "adapter", None) is not adapter:
             require_same_start(getattr(cache, "adapter", None), adapter)
@@ -173,7 +175,7 @@ class ModelCalls:
 
     def _scans_on(self: Any, cache: Any) -> bool:
         """Return whether tokens behind a cache meet a scan that stock code would start anew."""
-        if call.passing is not None or not _holds_states(self, cache):
+        if call.passing is not None or not _holds_states(cache):
             return False
         mixers = (m for m in self.modules() if isinstance(m, MixerCalls))
         return any("mamba_selective_scan" in mixer.functions for mixer in mixers)
@@ -186,9 +188,7 @@ class ModelCalls:
         """
         name, cache = self.cache_argument, given.get(self.cache_argument)
         adapter = self._modules.get(STATE_ADAPTER) if call.passing is None else None
-        if isinstance(cache, StockCache):
-            cache.read_again(self)
-        begins = adapter is not None and not _holds_states(self, cache)
+        begins = adapter is not None and not _holds_states(cache)
         trains = self.training and torch.is_grad_enabled()
         if begins and trains:
             refuse_reentrant_checkpointing(self.modules())
@@ -298,13 +298,9 @@ def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
     return bool(model.config.use_cache and not model.training if use is None else use)
 
 
-def _holds_states(model: nn.Module, cache: Any) -> bool:
+def _holds_states(cache: Any) -> bool:
     """Return whether a cache holds the state of a scan."""
-    if cache is None:
-        return False
-    if isinstance(cache, StockCache):
-        cache.read_again(model)
-    return any(SCAN_STATE in states_of(layer) for layer in cache.layers)
+    return cache is not None and any(SCAN_STATE in states_of(layer) for layer in cache.layers)
 
 
 def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
