@@ -607,42 +607,8 @@ class BMojoModel(BMojoPreTrainedModel, SSMModel):
     mixer_class = BMojoMixer
 
 
-class BMojoForCausalLM(BMojoPreTrainedModel, SSMForCausalLM):
-    """B'MOJO with a language-model head."""
-
-    model_class = BMojoModel
-
-
-class BMojoForImageClassification(BMojoPreTrainedModel, SSMForImageClassification):
-    """B'MOJO with a classifier of images."""
-
-    model_class = BMojoModel
-
-
-class BMojoForSequenceClassification(BMojoPreTrainedModel, SSMForSequenceClassification):
-    """B'MOJO with a classifier of sequences."""
-
-    model_class = BMojoModel
-
-
-class BMojoForTokenClassification(BMojoPreTrainedModel, SSMForTokenClassification):
-    """B'MOJO with a classifier of tokens."""
-
-    model_class = BMojoModel
-
-
-class BMojoForPairClassification(BMojoPreTrainedModel, SSMForPairClassification):
-    """B'MOJO with a classifier of pairs of documents."""
-
-    model_class = BMojoModel
-
-
-__all__ = [
-    "BMojoForCausalLM",
-    "BMojoForImageClassification",
-    "BMojoForPairClassification",
-    "BMojoForSequenceClassification",
-    "BMojoForTokenClassification",
-    "BMojoModel",
-    "BMojoPreTrainedModel",
-]
+BMojoForCausalLM = SSMForCausalLM.of(BMojoModel)
+BMojoForImageClassification = SSMForImageClassification.of(BMojoModel)
+BMojoForSequenceClassification = SSMForSequenceClassification.of(BMojoModel)
+BMojoForTokenClassification = SSMForTokenClassification.of(BMojoModel)
+BMojoForPairClassification = SSMForPairClassification.of(BMojoModel)

@@ -533,29 +533,6 @@ class CoffeeForCausalLM(CoffeePreTrainedModel, SSMForCausalLM):
         )
 
 
-class CoffeeForSequenceClassification(CoffeePreTrainedModel, SSMForSequenceClassification):
-    """COFFEE with a classifier of sequences."""
-
-    model_class = CoffeeModel
-
-
-class CoffeeForTokenClassification(CoffeePreTrainedModel, SSMForTokenClassification):
-    """COFFEE with a classifier of tokens."""
-
-    model_class = CoffeeModel
-
-
-class CoffeeForPairClassification(CoffeePreTrainedModel, SSMForPairClassification):
-    """COFFEE with a classifier of pairs of documents."""
-
-    model_class = CoffeeModel
-
-
-__all__ = [
-    "CoffeeForCausalLM",
-    "CoffeeForPairClassification",
-    "CoffeeForSequenceClassification",
-    "CoffeeForTokenClassification",
-    "CoffeeModel",
-    "CoffeePreTrainedModel",
-]
+CoffeeForSequenceClassification = SSMForSequenceClassification.of(CoffeeModel)
+CoffeeForTokenClassification = SSMForTokenClassification.of(CoffeeModel)
+CoffeeForPairClassification = SSMForPairClassification.of(CoffeeModel)

@@ -490,42 +490,8 @@ class DSSModel(DSSPreTrainedModel, SSMModel):
     mixer_class = DSSMixer
 
 
-class DSSForCausalLM(DSSPreTrainedModel, SSMForCausalLM):
-    """DSS with a language-model head."""
-
-    model_class = DSSModel
-
-
-class DSSForImageClassification(DSSPreTrainedModel, SSMForImageClassification):
-    """DSS with a classifier of images."""
-
-    model_class = DSSModel
-
-
-class DSSForSequenceClassification(DSSPreTrainedModel, SSMForSequenceClassification):
-    """DSS with a classifier of sequences."""
-
-    model_class = DSSModel
-
-
-class DSSForTokenClassification(DSSPreTrainedModel, SSMForTokenClassification):
-    """DSS with a classifier of tokens."""
-
-    model_class = DSSModel
-
-
-class DSSForPairClassification(DSSPreTrainedModel, SSMForPairClassification):
-    """DSS with a classifier of pairs of documents."""
-
-    model_class = DSSModel
-
-
-__all__ = [
-    "DSSForCausalLM",
-    "DSSForImageClassification",
-    "DSSForPairClassification",
-    "DSSForSequenceClassification",
-    "DSSForTokenClassification",
-    "DSSModel",
-    "DSSPreTrainedModel",
-]
+DSSForCausalLM = SSMForCausalLM.of(DSSModel)
+DSSForImageClassification = SSMForImageClassification.of(DSSModel)
+DSSForSequenceClassification = SSMForSequenceClassification.of(DSSModel)
+DSSForTokenClassification = SSMForTokenClassification.of(DSSModel)
+DSSForPairClassification = SSMForPairClassification.of(DSSModel)

@@ -257,25 +257,7 @@ class H3Model(H3PreTrainedModel, SSMModel):
     mixer_class = H3Mixer
 
 
-class H3ForCausalLM(H3PreTrainedModel, SSMForCausalLM):
-    """H3 with a language-model head."""
-
-    model_class = H3Model
-
-
-class H3ForImageClassification(H3PreTrainedModel, SSMForImageClassification):
-    """H3 with a classifier of images."""
-
-    model_class = H3Model
-
-
-class H3ForSequenceClassification(H3PreTrainedModel, SSMForSequenceClassification):
-    """H3 with a classifier of sequences."""
-
-    model_class = H3Model
-
-
-class H3ForTokenClassification(H3PreTrainedModel, SSMForTokenClassification):
-    """H3 with a classifier of tokens."""
-
-    model_class = H3Model
+H3ForCausalLM = SSMForCausalLM.of(H3Model)
+H3ForImageClassification = SSMForImageClassification.of(H3Model)
+H3ForSequenceClassification = SSMForSequenceClassification.of(H3Model)
+H3ForTokenClassification = SSMForTokenClassification.of(H3Model)

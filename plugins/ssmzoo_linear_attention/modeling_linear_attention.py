@@ -268,23 +268,6 @@ class LinearAttentionModel(LinearAttentionPreTrainedModel, SSMModel):
     mixer_class = LinearAttentionMixer
 
 
-class LinearAttentionForCausalLM(LinearAttentionPreTrainedModel, SSMForCausalLM):
-    """Linear attention with a language-model head."""
-
-    model_class = LinearAttentionModel
-
-
-class LinearAttentionForImageClassification(
-    LinearAttentionPreTrainedModel, SSMForImageClassification
-):
-    """Linear attention with a classifier of images."""
-
-    model_class = LinearAttentionModel
-
-
-class LinearAttentionForSequenceClassification(
-    LinearAttentionPreTrainedModel, SSMForSequenceClassification
-):
-    """Linear attention with a classifier of sequences."""
-
-    model_class = LinearAttentionModel
+LinearAttentionForCausalLM = SSMForCausalLM.of(LinearAttentionModel)
+LinearAttentionForImageClassification = SSMForImageClassification.of(LinearAttentionModel)
+LinearAttentionForSequenceClassification = SSMForSequenceClassification.of(LinearAttentionModel)

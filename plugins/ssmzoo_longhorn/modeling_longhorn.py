@@ -249,42 +249,8 @@ class LonghornModel(LonghornPreTrainedModel, SSMModel):
     mixer_class = LonghornMixer
 
 
-class LonghornForCausalLM(LonghornPreTrainedModel, SSMForCausalLM):
-    """Longhorn with a language-model head."""
-
-    model_class = LonghornModel
-
-
-class LonghornForSequenceClassification(LonghornPreTrainedModel, SSMForSequenceClassification):
-    """Longhorn with a classifier of sequences."""
-
-    model_class = LonghornModel
-
-
-class LonghornForTokenClassification(LonghornPreTrainedModel, SSMForTokenClassification):
-    """Longhorn with a classifier of tokens."""
-
-    model_class = LonghornModel
-
-
-class LonghornForImageClassification(LonghornPreTrainedModel, SSMForImageClassification):
-    """ViL: Longhorn with a classifier of images."""
-
-    model_class = LonghornModel
-
-
-class LonghornForPairClassification(LonghornPreTrainedModel, SSMForPairClassification):
-    """Longhorn with a classifier of pairs of documents."""
-
-    model_class = LonghornModel
-
-
-__all__ = [
-    "LonghornForCausalLM",
-    "LonghornForImageClassification",
-    "LonghornForPairClassification",
-    "LonghornForSequenceClassification",
-    "LonghornForTokenClassification",
-    "LonghornModel",
-    "LonghornPreTrainedModel",
-]
+LonghornForCausalLM = SSMForCausalLM.of(LonghornModel)
+LonghornForSequenceClassification = SSMForSequenceClassification.of(LonghornModel)
+LonghornForTokenClassification = SSMForTokenClassification.of(LonghornModel)
+LonghornForImageClassification = SSMForImageClassification.of(LonghornModel)
+LonghornForPairClassification = SSMForPairClassification.of(LonghornModel)

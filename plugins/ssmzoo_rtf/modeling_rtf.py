@@ -700,42 +700,8 @@ class RTFModel(RTFPreTrainedModel, SSMModel):
     mixer_class = RTFMixer
 
 
-class RTFForCausalLM(RTFPreTrainedModel, SSMForCausalLM):
-    """RTF with a language-model head."""
-
-    model_class = RTFModel
-
-
-class RTFForImageClassification(RTFPreTrainedModel, SSMForImageClassification):
-    """RTF with a classifier of images."""
-
-    model_class = RTFModel
-
-
-class RTFForSequenceClassification(RTFPreTrainedModel, SSMForSequenceClassification):
-    """RTF with a classifier of sequences."""
-
-    model_class = RTFModel
-
-
-class RTFForTokenClassification(RTFPreTrainedModel, SSMForTokenClassification):
-    """RTF with a classifier of tokens."""
-
-    model_class = RTFModel
-
-
-class RTFForPairClassification(RTFPreTrainedModel, SSMForPairClassification):
-    """RTF with a classifier of pairs of documents."""
-
-    model_class = RTFModel
-
-
-__all__ = [
-    "RTFForCausalLM",
-    "RTFForImageClassification",
-    "RTFForPairClassification",
-    "RTFForSequenceClassification",
-    "RTFForTokenClassification",
-    "RTFModel",
-    "RTFPreTrainedModel",
-]
+RTFForCausalLM = SSMForCausalLM.of(RTFModel)
+RTFForImageClassification = SSMForImageClassification.of(RTFModel)
+RTFForSequenceClassification = SSMForSequenceClassification.of(RTFModel)
+RTFForTokenClassification = SSMForTokenClassification.of(RTFModel)
+RTFForPairClassification = SSMForPairClassification.of(RTFModel)

@@ -195,31 +195,8 @@ class S4Model(S4PreTrainedModel, SSMModel):
     mixer_class = S4Mixer
 
 
-class S4ForCausalLM(S4PreTrainedModel, SSMForCausalLM):
-    """S4 with a language-model head."""
-
-    model_class = S4Model
-
-
-class S4ForImageClassification(S4PreTrainedModel, SSMForImageClassification):
-    """S4 with a classifier of images."""
-
-    model_class = S4Model
-
-
-class S4ForSequenceClassification(S4PreTrainedModel, SSMForSequenceClassification):
-    """S4 with a classifier of sequences."""
-
-    model_class = S4Model
-
-
-class S4ForTokenClassification(S4PreTrainedModel, SSMForTokenClassification):
-    """S4 with a classifier of tokens."""
-
-    model_class = S4Model
-
-
-class S4ForPairClassification(S4PreTrainedModel, SSMForPairClassification):
-    """S4 with a classifier of pairs of documents."""
-
-    model_class = S4Model
+S4ForCausalLM = SSMForCausalLM.of(S4Model)
+S4ForImageClassification = SSMForImageClassification.of(S4Model)
+S4ForSequenceClassification = SSMForSequenceClassification.of(S4Model)
+S4ForTokenClassification = SSMForTokenClassification.of(S4Model)
+S4ForPairClassification = SSMForPairClassification.of(S4Model)

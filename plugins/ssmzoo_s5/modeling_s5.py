@@ -204,31 +204,8 @@ class S5Model(S5PreTrainedModel, SSMModel):
     mixer_class = S5Mixer
 
 
-class S5ForCausalLM(S5PreTrainedModel, SSMForCausalLM):
-    """S5 with a language-model head."""
-
-    model_class = S5Model
-
-
-class S5ForSequenceClassification(S5PreTrainedModel, SSMForSequenceClassification):
-    """S5 with a classifier of sequences."""
-
-    model_class = S5Model
-
-
-class S5ForImageClassification(S5PreTrainedModel, SSMForImageClassification):
-    """S5 with a classifier of images."""
-
-    model_class = S5Model
-
-
-class S5ForTokenClassification(S5PreTrainedModel, SSMForTokenClassification):
-    """S5 with a classifier of tokens."""
-
-    model_class = S5Model
-
-
-class S5ForPairClassification(S5PreTrainedModel, SSMForPairClassification):
-    """S5 with a classifier of pairs of documents."""
-
-    model_class = S5Model
+S5ForCausalLM = SSMForCausalLM.of(S5Model)
+S5ForSequenceClassification = SSMForSequenceClassification.of(S5Model)
+S5ForImageClassification = SSMForImageClassification.of(S5Model)
+S5ForTokenClassification = SSMForTokenClassification.of(S5Model)
+S5ForPairClassification = SSMForPairClassification.of(S5Model)

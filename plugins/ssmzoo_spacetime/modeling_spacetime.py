@@ -220,38 +220,9 @@ class SpaceTimeModel(SpaceTimePreTrainedModel, SSMModel):
     mixer_class = SpaceTimeMixer
 
 
-class SpaceTimeForCausalLM(SpaceTimePreTrainedModel, SSMForCausalLM):
-    """SpaceTime with a language-model head."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForImageClassification(SpaceTimePreTrainedModel, SSMForImageClassification):
-    """SpaceTime with a classifier of images."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForSequenceClassification(SpaceTimePreTrainedModel, SSMForSequenceClassification):
-    """SpaceTime with a classifier of sequences."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForPairClassification(SpaceTimePreTrainedModel, SSMForPairClassification):
-    """SpaceTime with a classifier of pairs of documents."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForTokenClassification(SpaceTimePreTrainedModel, SSMForTokenClassification):
-    """SpaceTime with a classifier of tokens."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForForecasting(SpaceTimePreTrainedModel, SSMForForecasting):
-    """SpaceTime with a closed-loop decoder, which foretells the values that follow a series."""
-
-    model_class = SpaceTimeModel
-    decoder_class = SpaceTimeDecoder
+SpaceTimeForCausalLM = SSMForCausalLM.of(SpaceTimeModel)
+SpaceTimeForImageClassification = SSMForImageClassification.of(SpaceTimeModel)
+SpaceTimeForSequenceClassification = SSMForSequenceClassification.of(SpaceTimeModel)
+SpaceTimeForPairClassification = SSMForPairClassification.of(SpaceTimeModel)
+SpaceTimeForTokenClassification = SSMForTokenClassification.of(SpaceTimeModel)
+SpaceTimeForForecasting = SSMForForecasting.of(SpaceTimeModel, decoder_class=SpaceTimeDecoder)

@@ -5,7 +5,8 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 """
 
 from ssmzoo.environment.messages import suggestion
-from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
 from ssmzoo.modeling.classifiers import (
@@ -32,6 +33,7 @@ from ssmzoo.modeling.layers import (
     split_heads,
 )
 from ssmzoo.modeling.loops import scan
+from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recurrent
 from ssmzoo.modeling.norms import BatchNorm, GroupRMSNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import (

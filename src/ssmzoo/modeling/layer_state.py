@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssmzoo.modeling.packing import PackedRow
 
@@ -30,7 +30,6 @@ class LayerState:
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
     reversed_shared: dict[Any, Any] = field(default_factory=dict)  # by mixers on reversed sequences
-    next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
     # of all layers: whether their code is what it was, as this call has found it
     checked_code: dict[ForwardCode, bool] = field(default_factory=dict)
 
