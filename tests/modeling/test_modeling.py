@@ -467,6 +467,27 @@ def test_continuous_batching_is_refused(model, ids):
         model.generate_batch([[4, 5, 6]])
 
 
+def test_a_state_file_from_before_a_field_existed_is_loaded(cache, tmp_path, monkeypatch):
+    owner = cache.signature(cache.config)
+    before = {name: value for name, value in owner.items() if name != "mlp_type"} | {"gone": 1}
+    monkeypatch.setattr(type(cache), "owner", before)
+    cache.save(tmp_path / "state")
+    monkeypatch.undo()
+    assert StateCache.load(tmp_path / "state", cache.config).seen_tokens == cache.seen_tokens
+    other = copy.deepcopy(cache.config)
+    other.mlp_type = "swiglu"
+    with pytest.raises(ValueError, match="made for mlp_type = 'gelu', got mlp_type = 'swiglu'"):
+        StateCache.load(tmp_path / "state", other)
+
+
+@pytest.mark.parametrize("name", ["rtf", "spacetime", "longhorn"])
+def test_dropout_and_heads_change_no_states_owner(name):
+    family = load_family(name)
+    changes = {"dropout": 0.5, "tie_dropout": False, "classifier_bias": True, "pooling": "mean"}
+    plain, other = family.config(**family.tiny), family.config(**family.tiny, **changes)
+    assert StateCache.signature(plain) == StateCache.signature(other)
+
+
 @pytest.mark.parametrize("blocked", ["absent", "a file"])
 def test_a_state_that_cannot_be_written_is_an_os_error_that_leaves_nothing(
     cache, tmp_path, blocked

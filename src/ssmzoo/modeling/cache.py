@@ -22,6 +22,7 @@ from ssmzoo.environment.messages import shortened
 from ssmzoo.modeling.cache_files import StateFile, damaged, read_states, write_states
 from ssmzoo.modeling.cache_identity import (
     Start,
+    as_of_now,
     difference,
     own_fields,
     require_same_start,
@@ -214,9 +215,10 @@ class RecurrentCache(RollbackCache):
         """
         cache = cls(config, **options)
         file = read_states(path, device)
-        if file.owner != cache.owner:
+        owner, wanted = as_of_now(file.owner, cache.owner, type(config)), cache.owner
+        if owner != wanted:
             raise ValueError(
-                f"{path} belongs to another model: {shortened(difference(file.owner, cache.owner))}"
+                f"{path} belongs to another model: {shortened(difference(owner, wanted))}"
             )
         has = None if adapter is None else adapter.digest()
         if file.adapter != has:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig
+
+from ssmzoo.modeling.configuration import state_fields
 
 STATE_ADAPTER = "state_adapter"  # the name of a state adapter in the model around the layers
 
@@ -39,13 +40,21 @@ def start_named(digest: str | None) -> str:
     return "no state adapter" if digest is None else f"the state adapter {digest[:12]}"
 
 
-# fields that change neither what a state means nor its shape
-_STATELESS = frozenset(
-    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id"}
-    | {"dropout", "embedding_dropout", "tie_dropout", "attention_dropout", "hidden_dropout"}
-    | {"drop_path_rate", "classifier_bias", "residual_in_fp32"}
-)
+def as_of_now(owner: Any, wanted: Mapping[str, Any], kind: type[PreTrainedConfig]) -> Any:
+    """Return what a file says of the model that it belongs to, as this version would say it.
+
+    A field that its version did not have yet has its default; one that no longer counts is left
+    out.
+
+    Args:
+        owner: The content of the file.
+        wanted: The same of the model that the file is loaded for.
+        kind: The class of that model's configuration.
+    """
+    if not isinstance(owner, dict):
+        return owner
+    defaults = state_fields(kind)
+    return {name: owner.get(name, defaults.get(name)) for name in wanted}
 
 
 def difference(before: Any, now: Mapping[str, Any]) -> str:
@@ -65,5 +74,4 @@ def difference(before: Any, now: Mapping[str, Any]) -> str:
 @functools.cache
 def own_fields(kind: type[PreTrainedConfig]) -> tuple[str, ...]:
     """Return the fields of a configuration that a state's meaning or shape may depend on."""
-    general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STATELESS
-    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in general)
+    return tuple(state_fields(kind))

@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, stateless
 from ssmzoo.modeling.head import SSMHead, names_inputs
 from ssmzoo.modeling.inputs import refuse_cache
 from ssmzoo.modeling.layers import Dropout, Linear
@@ -28,9 +28,9 @@ class SSMForecastingConfig(SSMConfig):
         open_loop_weight: What errors on the series itself count in the forecaster's loss.
     """
 
-    mixer_dropout: float | int = 0.0
-    horizon: int = 1
-    open_loop_weight: float | int = 1.0
+    mixer_dropout: float | int = stateless(0.0)
+    horizon: int = stateless(1)
+    open_loop_weight: float | int = stateless(1.0)
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
@@ -31,7 +32,7 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.files import appears_whole, write_json, writing
 from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.cache_files import tensors_digest
-from ssmzoo.modeling.cache_identity import STATE_ADAPTER, difference
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER, as_of_now, difference
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.layers import keeping_precision
 from ssmzoo.modeling.pretrained import evaluating
@@ -55,12 +56,13 @@ class StateAdapter(nn.Module):
     def __init__(
         self,
         base: Mapping[str, Any],
-        model_type: str,
+        config: PreTrainedConfig,
         states: Mapping[int, Mapping[str, tuple[int, ...]]],
         counters: Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
     ) -> None:
         super().__init__()
-        self.base, self.model_type = base, model_type
+        self.base, self.model_type = base, config.model_type
+        self._config_class = type(config)
         self._named = {
             index: {name: _parameter_name(index, name) for name in shapes}
             for index, shapes in states.items()
@@ -135,10 +137,11 @@ class StateAdapter(nn.Module):
                 f"{self.model_type!r}; load the model that it was trained on"
             )
         _check_states(where, config["states"], own)
-        if config["base"] != self.base:
+        base = as_of_now(config["base"], self.base, self._config_class)
+        if base != self.base:
             raise ValueError(
-                f"{where} belongs to another model: {difference(config['base'], self.base)}; load "
-                "the model that it was trained on"
+                f"{where} belongs to another model: {difference(base, self.base)}; load the model "
+                "that it was trained on"
             )
         tensors = load_file(path)
         if tensors_digest(tensors) != config["digest"]:
@@ -289,7 +292,7 @@ def _fresh(model: Any, backbone: Any) -> StateAdapter:
     # as it reads in a file, which has no infinity
     signature = json.dumps(backbone.cache_class.signature(config), default=str)
     base = json.loads(signature, parse_constant=str)
-    adapter = StateAdapter(base, config.model_type, states, counters)
+    adapter = StateAdapter(base, config, states, counters)
     weight = next(backbone.parameters())
     return adapter.to(weight.device)
 
