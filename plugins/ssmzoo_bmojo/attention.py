@@ -15,8 +15,8 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
     RMSNorm,
+    Sequences,
     State,
     UnservedError,
     recurrent,
@@ -96,7 +96,7 @@ class BMojoAttention(nn.Module):
         tokens: Tensor,  # [B, L, D]
         outputs: Tensor | None,  # [B, L, D]
         state: LayerState,
-        packing: PackedRow | None = None,
+        packing: Sequences | None = None,
     ) -> Tensor:
         """Attend from ``[B, L, D]`` to the memories; ``outputs`` are the state-space model's.
 
@@ -194,7 +194,7 @@ class BMojoAttention(nn.Module):
         program.count(seen, 1)
         return out
 
-    def _call(self, tokens: Tensor, state: LayerState, packing: PackedRow | None) -> Call:
+    def _call(self, tokens: Tensor, state: LayerState, packing: Sequences | None) -> Call:
         """Return the call that all layers with this window share."""
         name = "call", self.window
         if name not in state.shared:
@@ -220,7 +220,7 @@ class BMojoAttention(nn.Module):
         self,
         call: Call,
         y: Tensor,  # [B, L, D]
-        packing: PackedRow | None,
+        packing: Sequences | None,
         k: Tensor,  # [T, G, d]
         v: Tensor,
         past: tuple[Tensor | None, Tensor | None],
@@ -254,7 +254,7 @@ class BMojoAttention(nn.Module):
         self,
         call: Call,
         y: Tensor,
-        packing: PackedRow | None,
+        packing: Sequences | None,
         before: Tensor | None,
         state: LayerState,
     ) -> Eidetic:

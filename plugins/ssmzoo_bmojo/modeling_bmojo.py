@@ -22,8 +22,8 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
     RMSNorm,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -69,7 +69,7 @@ class BMojoSSM(SSMMixer):
         self.splits = [config.step_rank, states, states]
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         if self.writes_tokens and state.initial and is_token(self, hidden_states, packing):
@@ -106,7 +106,7 @@ class BMojoSSM(SSMMixer):
         return parts.linear(program, y, "out_proj")
 
     def _scanned(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
         u, conv_state = self.conv1d(x, state.get("conv"), packing)
@@ -156,7 +156,7 @@ class BMojoMixer(SSMMixer):
         self,
         hidden_states: Tensor,
         state: LayerState,
-        packing: PackedRow | None = None,
+        packing: Sequences | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""

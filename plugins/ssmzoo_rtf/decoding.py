@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling import LayerState, PackedRow, right_aligned
+from ssmzoo.modeling import LayerState, Sequences, right_aligned
 from ssmzoo_kernels import (
     companion_scan,
     companion_step,
@@ -170,7 +170,7 @@ class Deployment:
 
 
 def by_recurrence(
-    u: Tensor, filters: Recurrence, state: LayerState, packing: PackedRow | None
+    u: Tensor, filters: Recurrence, state: LayerState, packing: Sequences | None
 ) -> Tensor:
     """Go on with filters that have a state: a step for one token, else by convolution."""
     ring, position = state.get("ring"), state.get("position")
@@ -199,7 +199,7 @@ def by_recurrence(
 
 
 def by_modes(
-    u: Tensor, filters: Oscillations, state: LayerState, packing: PackedRow | None
+    u: Tensor, filters: Oscillations, state: LayerState, packing: Sequences | None
 ) -> Tensor:
     """Go on with modal filters: a step for one token, else by convolution."""
     pairs, owed = state.get_row("modes"), state.get_row("owed")
@@ -229,7 +229,7 @@ def by_modes(
 
 
 def by_window(
-    u: Tensor, filters: Deployment, state: LayerState, packing: PackedRow | None
+    u: Tensor, filters: Deployment, state: LayerState, packing: Sequences | None
 ) -> Tensor:
     """Go on with filters that have no state but their last M - 1 inputs."""
     taps, past = filters.taps, state.get("inputs")

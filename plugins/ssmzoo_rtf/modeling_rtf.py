@@ -23,8 +23,8 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
     RMSNorm,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -102,7 +102,7 @@ class RTFMixer(FilterBank):
         self._kept: DerivedValue[Deployment] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
@@ -159,7 +159,7 @@ class RTFMixer(FilterBank):
         value, gate = parts.linear(program, program.gelu(y), "out_proj").chunk(2)
         return program.gated(gate, value, by="sigmoid")
 
-    def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter ``[B, L, D]`` from the cached state; cache the final state."""
         self._kept.refresh(u, state)
         kind = u.device.type
@@ -169,7 +169,7 @@ class RTFMixer(FilterBank):
                 return self._filtered(u, state, packing)
         return self._filtered(u, state, packing)
 
-    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         if not state.keep:
             return self._whole(u, state, packing)
         parts = self.deployment()
@@ -286,7 +286,7 @@ class RTFMixer(FilterBank):
             gain = gain + wrapped
         return Recurrence(a, b, gain)
 
-    def _whole(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _whole(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter whole sequences; a padded batch as one of rows that begin at column 0."""
         tokens = u.shape[1]
         rows = None

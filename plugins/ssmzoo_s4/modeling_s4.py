@@ -20,7 +20,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -68,7 +68,7 @@ class S4Mixer(SSMMixer):
         self._table: DerivedValue[list[Tensor]] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
         self._table.refresh(hidden_states, state)
@@ -97,7 +97,7 @@ class S4Mixer(SSMMixer):
         future = kernel[width:] if self.config.bidirectional else None
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
-    def _filter(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filter(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter whole sequences, or what follows a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None

@@ -16,7 +16,7 @@ import torch
 
 import ssmzoo_kernels
 from ssmzoo import load_family
-from ssmzoo.modeling import PackedRow
+from ssmzoo.modeling import Sequences
 from ssmzoo_kernels import validation
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +88,12 @@ def test_a_layer_and_a_decoding_step_take_few_calls(name):
 @torch.no_grad()
 def test_packing_is_checked_once_for_all_layers(name, monkeypatch):
     checks, found = [], []
-    check, of = validation.check_boundaries, PackedRow.of.__func__
+    check, of = validation.check_boundaries, Sequences.of.__func__
     monkeypatch.setattr(
         validation, "check_boundaries", lambda *given: (checks.append(given), check(*given))[1]
     )
     monkeypatch.setattr(
-        PackedRow, "of", classmethod(lambda *given: (found.append(given), of(*given))[1])
+        Sequences, "of", classmethod(lambda *given: (found.append(given), of(*given))[1])
     )
     model = language_model(name, layers=4)
     ids = torch.arange(12)[None]

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from ssmzoo import load_family
-from ssmzoo.modeling import BatchNorm, Dropout, LayerState, PackedRow
+from ssmzoo.modeling import BatchNorm, Dropout, LayerState, Sequences
 from ssmzoo.modeling.classifiers import pool
 from ssmzoo.modeling.compat import CACHE, enable_gradient_checkpointing
 from ssmzoo.modeling.packing import find_packing
@@ -130,7 +130,7 @@ def test_batch_norm_refuses_a_single_token():
 def test_tied_dropout_drops_whole_features_of_each_sequence():
     torch.manual_seed(0)
     dropout = Dropout(0.5, tied=True)
-    out = dropout(torch.ones(1, 12, 64), PackedRow.of(torch.tensor([0, 5, 12]), 12))[0]
+    out = dropout(torch.ones(1, 12, 64), Sequences.of(torch.tensor([0, 5, 12]), 12))[0]
     first, second = out[:5], out[5:]
     assert (first == first[0]).all()
     assert (second == second[0]).all()

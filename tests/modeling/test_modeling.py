@@ -17,7 +17,7 @@ from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.family import families, load_family
 from ssmzoo.modeling import LayerState, SSMMixer, StateCache, add_state_adapter
 from ssmzoo.modeling.compat import CACHE
-from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.testing.subject import Subject
 from ssmzoo_kernels import use_backend
 from ssmzoo_longhorn import FAMILY
@@ -1058,7 +1058,7 @@ def test_prefill_and_steps_with_a_cache_that_grows_are_three_graphs():
 )
 def test_a_state_without_a_row_a_sequence_is_refused(state, sequences, kind, message):
     ends = None if sequences is None else torch.arange(sequences + 1)
-    packing = None if ends is None else PackedRow.of(ends, sequences)
+    packing = None if ends is None else Sequences.of(ends, sequences)
     with pytest.raises(kind, match=message):
         LayerState(keep=True, packing=packing).put("ssm", state)
 

@@ -38,7 +38,7 @@ from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recu
 from ssmzoo.modeling.norms import BatchNorm, GroupRMSNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import (
     AlignedRows,
-    PackedRow,
+    Sequences,
     flip,
     flip_steps,
     right_aligned,
@@ -70,7 +70,6 @@ __all__ = [
     "LayerState",
     "Linear",
     "ModuleParts",
-    "PackedRow",
     "PromptState",
     "RMSNorm",
     "SSMBlock",
@@ -86,6 +85,7 @@ __all__ = [
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",
+    "Sequences",
     "State",
     "StateAdapter",
     "StateCache",

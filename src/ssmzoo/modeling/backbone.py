@@ -39,7 +39,7 @@ from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.norms import BatchNorm, make_norm
-from ssmzoo.modeling.packing import PackedRow, flip_steps
+from ssmzoo.modeling.packing import Sequences, flip_steps
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 from ssmzoo.modeling.sequence_parallel import PassingCache, SequenceParallelCache
 from ssmzoo.modeling.state_passing import CutRows
@@ -115,7 +115,7 @@ class SSMModel(SSMPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         input_values: Tensor | None = None,
-        packing: PackedRow | None = None,
+        packing: Sequences | None = None,
         pixel_values: Tensor | None = None,
         past_key_values: StateCache | None = None,
         **kwargs: Any,
@@ -268,10 +268,10 @@ class SSMModel(SSMPreTrainedModel):
     def _starts(
         self,
         cache: StateCache | None,
-        packing: PackedRow | None,
+        packing: Sequences | None,
         sequences: int,
         hidden_states: Tensor,
-    ) -> tuple[PackedRow | None, Mapping[int, Mapping[str, Tensor]] | None]:
+    ) -> tuple[Sequences | None, Mapping[int, Mapping[str, Tensor]] | None]:
         """Return the state adapter's states by layer, where a call begins from them.
 
         Mixers then read a single token as a prompt, not as a step: it is packed.
@@ -282,7 +282,7 @@ class SSMModel(SSMPreTrainedModel):
         batch, length = hidden_states.shape[:2]
         if packing is None and length == 1:
             ends = torch.arange(batch + 1, device=hidden_states.device)
-            packing = PackedRow(ends, batch, None, 1)
+            packing = Sequences(ends, batch, None, 1)
         adapter: Any = self._modules[STATE_ADAPTER]
         return packing, adapter(sequences, hidden_states.dtype)
 
@@ -291,7 +291,7 @@ class SSMModel(SSMPreTrainedModel):
         cache: StateCache | None,
         starts: Mapping[int, Mapping[str, Tensor]] | None,
         steps: Mapping[str, Tensor],
-        packing: PackedRow | None,
+        packing: Sequences | None,
     ) -> list[LayerState]:
         """Return what each layer starts from, and what all layers share."""
         # generate lowers the number for a while to propose by the first layers alone
@@ -334,7 +334,7 @@ class SSMModel(SSMPreTrainedModel):
         self,
         hidden_states: Tensor,
         states: Sequence[LayerState],
-        packing: PackedRow | None,
+        packing: Sequences | None,
         output_hidden_states: bool,
         cache: StateCache | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:

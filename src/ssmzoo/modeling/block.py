@@ -23,7 +23,7 @@ from ssmzoo.modeling.norms import (
     add_and_norm,
     make_norm,
 )
-from ssmzoo.modeling.packing import PackedRow, flip
+from ssmzoo.modeling.packing import Sequences, flip
 from ssmzoo_kernels.token_step import Program, Value
 
 _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
@@ -61,7 +61,7 @@ class SSMBlock(GradientCheckpointingLayer):
             self.mlp = MLP(config)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
         mixer = self.mixer
@@ -84,7 +84,7 @@ class SSMBlock(GradientCheckpointingLayer):
             )
         return self._layered(hidden_states, state, packing)
 
-    def _layered(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _layered(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         # what the norms must leave out of their statistics
         real = (packing.real(),) if self.counts_tokens and packing is not None else ()
         y = self.norm(x, *real) if self.prenorm else x.to(self.norm.weight.dtype)
@@ -115,7 +115,7 @@ class SSMBlock(GradientCheckpointingLayer):
         norm: _Norm,
         after: _Norm | None,
         real: tuple[Tensor | None, ...],
-        packing: PackedRow | None,
+        packing: Sequences | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Add a branch's output to ``x``, and with ``prenorm`` norm the sum for the next branch.
 

@@ -29,7 +29,7 @@ from ssmzoo.modeling.cache_identity import (
     start_named,
 )
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.rollback import Recorded, RollbackCache
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class StateCache(RecurrentCache):
     def before(
         self,
         inputs_embeds: Tensor,
-        packing: PackedRow | None,
+        packing: Sequences | None,
         token_inputs: Mapping[str, Tensor],
     ) -> Recorded | None:
         """Return what :meth:`record` returns for a call.

@@ -29,7 +29,7 @@ from ssmzoo.modeling.losses import (
     squared_error,
     without_padding,
 )
-from ssmzoo.modeling.packing import PackedRow, without_holes
+from ssmzoo.modeling.packing import Sequences, without_holes
 
 
 class _LinearClassifier(SSMHead):
@@ -129,7 +129,7 @@ class SSMForTokenClassification(_LinearClassifier):
         loss = None if labels is None else self._loss(logits, labels, packing)
         return self.answer(TokenClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
-    def _loss(self, logits: Tensor, labels: Tensor, packing: PackedRow | None) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, packing: Sequences | None) -> Tensor:
         shape, regression = logits.shape[:2], self.config.problem_type == "regression"
         if regression:
             labels = labels.to(torch.promote_types(torch.float32, labels.dtype))
@@ -303,7 +303,7 @@ def _refuse_packing(kwargs: dict[str, Any]) -> None:
             )
 
 
-def pool(hidden_states: Tensor, packing: PackedRow | None, pooling: str) -> Tensor:
+def pool(hidden_states: Tensor, packing: Sequences | None, pooling: str) -> Tensor:
     """Return one vector a sequence: the output at its last token, or the mean over its tokens.
 
     Args:

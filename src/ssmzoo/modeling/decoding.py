@@ -21,7 +21,7 @@ from torch.nn.modules import module as module_hooks
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
@@ -194,7 +194,7 @@ def token_of_layer(
     return y
 
 
-def is_token(module: nn.Module, x: Tensor, packing: PackedRow | None) -> bool:
+def is_token(module: nn.Module, x: Tensor, packing: Sequences | None) -> bool:
     """Return whether a layer reads one token ``[B, 1, D]`` of whole rows, outside training."""
     return (
         x.shape[1] == 1

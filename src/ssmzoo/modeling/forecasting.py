@@ -15,7 +15,7 @@ from ssmzoo.modeling.inputs import refuse_cache
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.losses import squared_error, uncounted
 from ssmzoo.modeling.mixer import SSMMixer
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 
 
 @strict
@@ -54,21 +54,21 @@ class SSMDecoder(SSMMixer):
     warm_up: int
 
     def forward(  # a call, before which offloaded parameters are fetched
-        self, hidden_states: Tensor, packing: PackedRow | None, horizon: int | None = None
+        self, hidden_states: Tensor, packing: Sequences | None, horizon: int | None = None
     ) -> Any:
         """Return :meth:`forecast`, without a horizon :meth:`open_loop`."""
         if horizon is None:
             return self.open_loop(hidden_states, packing)
         return self.forecast(hidden_states, packing, horizon)
 
-    def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
+    def forecast(self, hidden_states: Tensor, packing: Sequences | None, horizon: int) -> Tensor:
         """Map ``[B, L, D]`` to the ``[B, horizon, D]`` that follow, ``[S, horizon, D]`` if packed.
 
         Inputs are float32 or float64; outputs may have any precision.
         """
         raise NotImplementedError
 
-    def open_loop(self, hidden_states: Tensor, packing: PackedRow | None) -> list[Tensor]:
+    def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
         """Return the output that follows each input, and the next input that is expected."""
         raise NotImplementedError
 
@@ -157,7 +157,7 @@ class SSMForForecasting(SSMHead):
         return self.score(self.dropout(F.gelu(y).to(self.score.weight.dtype)))
 
     def _errors(
-        self, hidden: Tensor, values: Tensor, first: Tensor, packing: PackedRow | None
+        self, hidden: Tensor, values: Tensor, first: Tensor, packing: Sequences | None
     ) -> Tensor:
         """Return the errors of the next value and of the next input.
 

@@ -10,7 +10,7 @@ from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.compat import OTHER_NAMES, renamed_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import DESCRIBING, take_sequences
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
@@ -51,7 +51,7 @@ class SSMHead(SSMPreTrainedModel):
         bases = (model_class.__bases__[0], cls)
         return cast(Any, type(family + cls.__name__.removeprefix("SSM"), bases, body))
 
-    def read(self, inputs: dict[str, Any]) -> tuple[Any, PackedRow | None]:
+    def read(self, inputs: dict[str, Any]) -> tuple[Any, Sequences | None]:
         """Run the backbone over a call's inputs.
 
         Args:

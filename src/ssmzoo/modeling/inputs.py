@@ -18,7 +18,7 @@ from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import check_kind
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 _VALUES = ("input_ids", "inputs_embeds", "input_values")
@@ -98,7 +98,7 @@ def given_input(inputs: Mapping[str, Any]) -> Tensor:
     return tensor
 
 
-def take_sequences(inputs: dict[str, Any]) -> PackedRow | None:
+def take_sequences(inputs: dict[str, Any]) -> Sequences | None:
     """Take the arguments that describe sequences out of a call's; find the sequences, check them.
 
     Args:
@@ -172,7 +172,7 @@ def one_input(config: SSMConfig, **given: Tensor | None) -> str:
 def take_steps(
     names: Iterable[str],
     inputs: dict[str, Any],
-    packing: PackedRow | None,
+    packing: Sequences | None,
     batch: int,
     length: int,
 ) -> dict[str, Tensor]:

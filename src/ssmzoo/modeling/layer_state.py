@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.forward_code import ForwardCode
@@ -25,7 +25,7 @@ class LayerState:
 
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     keep: bool = False
-    packing: PackedRow | None = None
+    packing: Sequences | None = None
     room: int | None = None  # for how many tokens the cache is; None: no bound
     final: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
@@ -41,7 +41,7 @@ class LayerState:
         return state.new_zeros(packing.count, *state.shape[1:]).index_copy(0, packing.rows, state)
 
     def get_row(self, name: str) -> Tensor | None:
-        """Return the state to start from, one for every row of :meth:`PackedRow.aligned`."""
+        """Return the state to start from, one for every row of :meth:`Sequences.aligned`."""
         return self.initial.get(name)
 
     def put_row(self, name: str, state: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ssmzoo.modeling.inputs import named_indices
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 
 UNCOUNTED = -100
 
@@ -23,7 +23,7 @@ def uncounted(labels: Tensor, where: Tensor) -> Tensor:
     return labels.masked_fill(where, math.nan if labels.is_floating_point() else UNCOUNTED)
 
 
-def without_padding(labels: Tensor, packing: PackedRow | None) -> Tensor:
+def without_padding(labels: Tensor, packing: Sequences | None) -> Tensor:
     """Return labels ``[B, L, ...]`` of which padding's do not count."""
     real = None if packing is None else packing.mask(len(labels))
     if real is None:
@@ -31,7 +31,7 @@ def without_padding(labels: Tensor, packing: PackedRow | None) -> Tensor:
     return uncounted(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
 
 
-def without_first_tokens(labels: Tensor, packing: PackedRow) -> Tensor:
+def without_first_tokens(labels: Tensor, packing: Sequences) -> Tensor:
     """Return labels ``[B, L]`` of which no sequence's first token counts: nothing predicts it."""
     chosen = slice(-1) if packing.rows is None else packing.rows
     starts = packing.offsets[chosen]
@@ -77,7 +77,7 @@ def next_token_loss(
     logits: Tensor,
     labels: Tensor | None,
     shift_labels: Tensor | None,
-    packing: PackedRow | None,
+    packing: Sequences | None,
     items: Any,
 ) -> Tensor:
     """Return transformers' loss of a language model.

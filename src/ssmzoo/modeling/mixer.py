@@ -13,7 +13,7 @@ from ssmzoo.modeling.dynamics import Dynamics
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import keeping_precision
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.pretrained import empty_is_nan
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -78,11 +78,11 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
             given = (given[0], self._packed(given[1], hidden_states), *given[2:])
         return super().__call__(hidden_states, *given, **named)
 
-    def _packed(self, cu_seqlens: Tensor, hidden_states: Tensor) -> PackedRow:
-        return PackedRow.of(cu_seqlens, hidden_states.shape[1], type(self).__name__)
+    def _packed(self, cu_seqlens: Tensor, hidden_states: Tensor) -> Sequences:
+        return Sequences.of(cu_seqlens, hidden_states.shape[1], type(self).__name__)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Mix along the sequence; read ``state.get``, leave ``state.put``.
 

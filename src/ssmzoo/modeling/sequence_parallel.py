@@ -22,7 +22,7 @@ from torch import Tensor
 from ssmzoo.modeling.cache import RecurrentCache, StateCache, backbone_of
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.state_passing import CutRows, StatePassing
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def sequence_piece(
         if batch != 1:
             raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
         starts = torch.zeros_like(input_ids, dtype=torch.bool)
-        offsets = PackedRow.of(cu_seqlens, length, "model").offsets
+        offsets = Sequences.of(cu_seqlens, length, "model").offsets
         starts[0, offsets[offsets < length]] = True  # an empty last sequence begins nowhere
         piece["cu_seqlens"], rows = packed_piece(starts, begin, end)
     cache = sequence_cache(model, group, rows=rows)

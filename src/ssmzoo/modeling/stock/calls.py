@@ -9,7 +9,7 @@ from typing import Any
 
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.state_passing import StatePassing
 from ssmzoo.modeling.stock.mixer_states import HeadStates, StartingStates
 
@@ -31,7 +31,7 @@ class Call(threading.local):
 
     def __init__(self) -> None:
         # of every thread's own, because a graph's guards look for them there
-        self.packing: PackedRow | None = None
+        self.packing: Sequences | None = None
         self.passing: StatePassing | StartingStates | None = None
         self.mixer: Any = None
         self.masked: bool = False
@@ -45,7 +45,7 @@ call = Call()
 
 @contextlib.contextmanager
 def mixers_with(
-    packing: PackedRow | None, passing: StatePassing | StartingStates | None
+    packing: Sequences | None, passing: StatePassing | StartingStates | None
 ) -> Iterator[None]:
     """Let mixers inside the block keep packed sequences apart and get their states elsewhere."""
     before = call.packing, call.passing

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from ssmzoo.modeling.cache import refuse_pieces, refuse_reentrant_checkpointing
 from ssmzoo.modeling.cache_identity import STATE_ADAPTER, require_same_start
 from ssmzoo.modeling.compat import CACHE, cache_name, is_checkpointing, renamed_cache
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.sequence_parallel import require_shifted
 from ssmzoo.modeling.state_passing import CutRows
 from ssmzoo.modeling.stock.cache import (
@@ -180,7 +180,7 @@ class ModelCalls:
         mixers = (m for m in self.modules() if isinstance(m, MixerCalls))
         return any("mamba_selective_scan" in mixer.functions for mixer in mixers)
 
-    def _read_apart(self: Any, given: dict[str, Any], packing: PackedRow | None) -> Any:
+    def _read_apart(self: Any, given: dict[str, Any], packing: Sequences | None) -> Any:
         """Read with mixers whose states come from an adapter, or out of the cache.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from ssmzoo.modeling.compat import CACHE
-from ssmzoo.modeling.packing import PackedRow, find_packing
+from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.modeling.stock.calls import call
 
 _BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
@@ -20,7 +20,7 @@ _MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
 
 def packed_call(
     model: Any, cache: Any, given: dict[str, Any]
-) -> tuple[PackedRow | None, dict[str, Any]]:
+) -> tuple[Sequences | None, dict[str, Any]]:
     """Find the packed sequences of a call.
 
     Args:
@@ -72,7 +72,7 @@ def packed_call(
     return found, given | {"use_cache": False}
 
 
-def _for_attention(model: Any, packing: PackedRow, inputs: Tensor) -> dict[str, Any]:
+def _for_attention(model: Any, packing: Sequences, inputs: Tensor) -> dict[str, Any]:
     """Return the mask and positions that keep packed sequences apart in attention."""
     config = model.config.get_text_config()
     if strange := sorted(set(config.layer_types) - _MASKED):
@@ -136,7 +136,7 @@ def inputs_of(given: Mapping[str, Any]) -> Any:
     return given.get("inputs_embeds") if ids is None else ids
 
 
-def padding_of(given: Mapping[str, Any], inputs: Tensor) -> PackedRow | None:
+def padding_of(given: Mapping[str, Any], inputs: Tensor) -> Sequences | None:
     """Return a call's padding as sequences of their own; None: it has none.
 
     In a graph, where nobody looks, several tokens with a mask always have.
