@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from ssmzoo.modeling import check_weights
+from ssmzoo.modeling import SSMForCausalLM, check_weights
 
 from .configuration_bmojo import BMojoConfig
 from .modeling_bmojo import BMojoForCausalLM
@@ -21,7 +21,7 @@ _RENAMED = (
 )
 
 
-def from_mamba(model: MambaForCausalLM) -> BMojoForCausalLM:
+def from_mamba(model: MambaForCausalLM) -> SSMForCausalLM:
     """Return the same language model as one of ours; its weights are copied.
 
     Raises:

@@ -25,7 +25,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForPairClassification,
     SSMForSequenceClassification,
@@ -85,14 +85,14 @@ class CoffeeMixer(SSMMixer):
         self.D = nn.Parameter(torch.ones(inner)) if config.use_skip else None
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         u, z = self._branches(hidden_states, state, packing)
         y = self.scan(u, state, packing)
         return y if z is None else self.out_proj(y * F.silu(z))
 
-    def scan(self, u: Tensor, state: LayerState, packing: PackedRow | None = None) -> Tensor:
+    def scan(self, u: Tensor, state: LayerState, packing: Sequences | None = None) -> Tensor:
         """Run the recurrence over ``[B, L, E]`` from the cached state; cache the final state."""
         initial = state.get("ssm")
         if self.config.variant == "s6":
@@ -259,7 +259,7 @@ class CoffeeMixer(SSMMixer):
         return Dynamics(decay=decay.view(u.shape[2], -1), depends_on_input=True)
 
     def _branches(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return what the recurrence reads, and what gates its output, ``[B, L, E]`` each."""
         if not self.gated:
@@ -533,29 +533,6 @@ class CoffeeForCausalLM(CoffeePreTrainedModel, SSMForCausalLM):
         )
 
 
-class CoffeeForSequenceClassification(CoffeePreTrainedModel, SSMForSequenceClassification):
-    """COFFEE with a classifier of sequences."""
-
-    model_class = CoffeeModel
-
-
-class CoffeeForTokenClassification(CoffeePreTrainedModel, SSMForTokenClassification):
-    """COFFEE with a classifier of tokens."""
-
-    model_class = CoffeeModel
-
-
-class CoffeeForPairClassification(CoffeePreTrainedModel, SSMForPairClassification):
-    """COFFEE with a classifier of pairs of documents."""
-
-    model_class = CoffeeModel
-
-
-__all__ = [
-    "CoffeeForCausalLM",
-    "CoffeeForPairClassification",
-    "CoffeeForSequenceClassification",
-    "CoffeeForTokenClassification",
-    "CoffeeModel",
-    "CoffeePreTrainedModel",
-]
+CoffeeForSequenceClassification = SSMForSequenceClassification.of(CoffeeModel)
+CoffeeForTokenClassification = SSMForTokenClassification.of(CoffeeModel)
+CoffeeForPairClassification = SSMForPairClassification.of(CoffeeModel)

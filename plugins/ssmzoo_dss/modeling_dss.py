@@ -24,7 +24,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -104,7 +104,7 @@ class DSSMixer(SSMMixer):
         self._tables: DerivedValue[_Tables] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``.
 
@@ -213,7 +213,7 @@ class DSSMixer(SSMMixer):
         )
 
     def _convolve(
-        self, u: Tensor, state: LayerState, lengths: Tensor | None, packing: PackedRow | None
+        self, u: Tensor, state: LayerState, lengths: Tensor | None, packing: Sequences | None
     ) -> Tensor:
         """Filter whole sequences, or what follows a state; ``[B, L, C * H]``."""
         batch, length, _ = u.shape
@@ -237,7 +237,7 @@ class DSSMixer(SSMMixer):
         return y
 
     def _convolve_with_inputs(
-        self, u: Tensor, state: LayerState, packing: PackedRow | None
+        self, u: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         """Filter with a cut kernel, whose state is the last inputs; ``[B, L, C * H]``."""
         cap = cast(int, self.config.max_kernel_length)
@@ -257,7 +257,7 @@ class DSSMixer(SSMMixer):
         state.put("inputs", last[..., : u.shape[2]].contiguous())
         return y
 
-    def _filtered(self, u: Tensor, kernel: Tensor, packing: PackedRow | None) -> Tensor:
+    def _filtered(self, u: Tensor, kernel: Tensor, packing: Sequences | None) -> Tensor:
         channels = self.config.channels
         past, future = kernel[:channels].flatten(0, 1), None
         if self.config.bidirectional:
@@ -267,7 +267,7 @@ class DSSMixer(SSMMixer):
             0
         ]
 
-    def _longest(self, packing: PackedRow) -> int:
+    def _longest(self, packing: Sequences) -> int:
         """Return what an input's length means for packed sequences: the longest, as if padded.
 
         Compiled, where none is known, the row's, unless the kernel depends on it.
@@ -490,42 +490,8 @@ class DSSModel(DSSPreTrainedModel, SSMModel):
     mixer_class = DSSMixer
 
 
-class DSSForCausalLM(DSSPreTrainedModel, SSMForCausalLM):
-    """DSS with a language-model head."""
-
-    model_class = DSSModel
-
-
-class DSSForImageClassification(DSSPreTrainedModel, SSMForImageClassification):
-    """DSS with a classifier of images."""
-
-    model_class = DSSModel
-
-
-class DSSForSequenceClassification(DSSPreTrainedModel, SSMForSequenceClassification):
-    """DSS with a classifier of sequences."""
-
-    model_class = DSSModel
-
-
-class DSSForTokenClassification(DSSPreTrainedModel, SSMForTokenClassification):
-    """DSS with a classifier of tokens."""
-
-    model_class = DSSModel
-
-
-class DSSForPairClassification(DSSPreTrainedModel, SSMForPairClassification):
-    """DSS with a classifier of pairs of documents."""
-
-    model_class = DSSModel
-
-
-__all__ = [
-    "DSSForCausalLM",
-    "DSSForImageClassification",
-    "DSSForPairClassification",
-    "DSSForSequenceClassification",
-    "DSSForTokenClassification",
-    "DSSModel",
-    "DSSPreTrainedModel",
-]
+DSSForCausalLM = SSMForCausalLM.of(DSSModel)
+DSSForImageClassification = SSMForImageClassification.of(DSSModel)
+DSSForSequenceClassification = SSMForSequenceClassification.of(DSSModel)
+DSSForTokenClassification = SSMForTokenClassification.of(DSSModel)
+DSSForPairClassification = SSMForPairClassification.of(DSSModel)

@@ -22,7 +22,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForSequenceClassification,
@@ -82,7 +82,7 @@ class H3Mixer(SSMMixer):
         self._table: DerivedValue[list[Tensor]] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
@@ -121,7 +121,7 @@ class H3Mixer(SSMMixer):
         return Dynamics(kernel, poles=exponent.exp(), time_steps=self.log_dt.exp())
 
     def _filter(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         """Filter keys, then their products with values; all are ``[B, L, D]``."""
         self._table.refresh(k, state)
@@ -148,7 +148,7 @@ class H3Mixer(SSMMixer):
         y = y.reshape(*y.shape[:2], size, size, y.shape[2] // size**2)
         return (y * q[:, :, :, None]).sum(2).flatten(2)
 
-    def _convolve(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _convolve(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter products ``[B, L, d * d * H]``, and leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
@@ -188,7 +188,7 @@ class H3Mixer(SSMMixer):
         return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout.dtype), readout]
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: PackedRow | None
+        self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         """Attend to all tokens; all are ``[B, L, D]``. Keys are kept as they are turned."""
         heads, size = self.config.num_attention_heads, self.config.rotary_dim
@@ -257,25 +257,7 @@ class H3Model(H3PreTrainedModel, SSMModel):
     mixer_class = H3Mixer
 
 
-class H3ForCausalLM(H3PreTrainedModel, SSMForCausalLM):
-    """H3 with a language-model head."""
-
-    model_class = H3Model
-
-
-class H3ForImageClassification(H3PreTrainedModel, SSMForImageClassification):
-    """H3 with a classifier of images."""
-
-    model_class = H3Model
-
-
-class H3ForSequenceClassification(H3PreTrainedModel, SSMForSequenceClassification):
-    """H3 with a classifier of sequences."""
-
-    model_class = H3Model
-
-
-class H3ForTokenClassification(H3PreTrainedModel, SSMForTokenClassification):
-    """H3 with a classifier of tokens."""
-
-    model_class = H3Model
+H3ForCausalLM = SSMForCausalLM.of(H3Model)
+H3ForImageClassification = SSMForImageClassification.of(H3Model)
+H3ForSequenceClassification = SSMForSequenceClassification.of(H3Model)
+H3ForTokenClassification = SSMForTokenClassification.of(H3Model)

@@ -23,7 +23,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForSequenceClassification,
@@ -85,7 +85,7 @@ class LinearAttentionMixer(SSMMixer):
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
@@ -219,7 +219,7 @@ class LinearAttentionMixer(SSMMixer):
         return log_decay, step[..., 0] if step is not None and config.beta == "dt" else None
 
     def _turns(
-        self, x: Tensor, state: LayerState, packing: PackedRow | None
+        self, x: Tensor, state: LayerState, packing: Sequences | None
     ) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of the tokens' angles, ``[B or 1, L, 1, K / 2]``; count tokens."""
         seen = state.get("position")
@@ -268,23 +268,6 @@ class LinearAttentionModel(LinearAttentionPreTrainedModel, SSMModel):
     mixer_class = LinearAttentionMixer
 
 
-class LinearAttentionForCausalLM(LinearAttentionPreTrainedModel, SSMForCausalLM):
-    """Linear attention with a language-model head."""
-
-    model_class = LinearAttentionModel
-
-
-class LinearAttentionForImageClassification(
-    LinearAttentionPreTrainedModel, SSMForImageClassification
-):
-    """Linear attention with a classifier of images."""
-
-    model_class = LinearAttentionModel
-
-
-class LinearAttentionForSequenceClassification(
-    LinearAttentionPreTrainedModel, SSMForSequenceClassification
-):
-    """Linear attention with a classifier of sequences."""
-
-    model_class = LinearAttentionModel
+LinearAttentionForCausalLM = SSMForCausalLM.of(LinearAttentionModel)
+LinearAttentionForImageClassification = SSMForImageClassification.of(LinearAttentionModel)
+LinearAttentionForSequenceClassification = SSMForSequenceClassification.of(LinearAttentionModel)

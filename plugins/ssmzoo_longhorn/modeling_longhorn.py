@@ -20,8 +20,8 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
     RMSNorm,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -62,14 +62,14 @@ class LonghornScan(SSMMixer):
         self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(  # a call, before which offloaded parameters are fetched
-        self, x: Tensor, z: Tensor, state: LayerState, packing: PackedRow | None
+        self, x: Tensor, z: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         """Return the gated scan of ``x``, ``scan(x) * SiLU(z)``, all ``[B, L, E]``."""
         inputs = self.scan_inputs(x, state, packing)
         return self.scan(inputs, z, self.out_norm, state, packing)
 
     def scan_inputs(
-        self, x: Tensor, state: LayerState, packing: PackedRow | None
+        self, x: Tensor, state: LayerState, packing: Sequences | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Map ``x [B, L, E]`` to ``u [B, L, E]``, ``q`` and ``k [B, L, N]``, ``dt [B, L, E]``."""
         u, conv_state = self.conv1d(x, state.get("conv"), packing)
@@ -83,7 +83,7 @@ class LonghornScan(SSMMixer):
         z: Tensor,
         norm: RMSNorm | None,
         state: LayerState,
-        packing: PackedRow | None,
+        packing: Sequences | None,
     ) -> Tensor:
         """Return the gated scan, ``norm(scan) * SiLU(z)``, all ``[B, L, E]``."""
         o, ssm_state = longhorn_scan(
@@ -128,7 +128,7 @@ class LonghornMixer(LonghornScan):
             self.reverse_norm = RMSNorm(inner, config.rms_norm_eps)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
@@ -249,42 +249,8 @@ class LonghornModel(LonghornPreTrainedModel, SSMModel):
     mixer_class = LonghornMixer
 
 
-class LonghornForCausalLM(LonghornPreTrainedModel, SSMForCausalLM):
-    """Longhorn with a language-model head."""
-
-    model_class = LonghornModel
-
-
-class LonghornForSequenceClassification(LonghornPreTrainedModel, SSMForSequenceClassification):
-    """Longhorn with a classifier of sequences."""
-
-    model_class = LonghornModel
-
-
-class LonghornForTokenClassification(LonghornPreTrainedModel, SSMForTokenClassification):
-    """Longhorn with a classifier of tokens."""
-
-    model_class = LonghornModel
-
-
-class LonghornForImageClassification(LonghornPreTrainedModel, SSMForImageClassification):
-    """ViL: Longhorn with a classifier of images."""
-
-    model_class = LonghornModel
-
-
-class LonghornForPairClassification(LonghornPreTrainedModel, SSMForPairClassification):
-    """Longhorn with a classifier of pairs of documents."""
-
-    model_class = LonghornModel
-
-
-__all__ = [
-    "LonghornForCausalLM",
-    "LonghornForImageClassification",
-    "LonghornForPairClassification",
-    "LonghornForSequenceClassification",
-    "LonghornForTokenClassification",
-    "LonghornModel",
-    "LonghornPreTrainedModel",
-]
+LonghornForCausalLM = SSMForCausalLM.of(LonghornModel)
+LonghornForSequenceClassification = SSMForSequenceClassification.of(LonghornModel)
+LonghornForTokenClassification = SSMForTokenClassification.of(LonghornModel)
+LonghornForImageClassification = SSMForImageClassification.of(LonghornModel)
+LonghornForPairClassification = SSMForPairClassification.of(LonghornModel)

@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling import right_aligned
-from ssmzoo_kernels import inverse_series, rational_kernel, vandermonde, vandermonde_state
+from ssmzoo.modeling import LayerState, Sequences, right_aligned
+from ssmzoo_kernels import (
+    companion_scan,
+    companion_step,
+    diagonal_step,
+    fft_conv,
+    inverse_series,
+    rational_kernel,
+    vandermonde,
+    vandermonde_state,
+)
+from ssmzoo_kernels.companion_step import newest_first
 from ssmzoo_kernels.dispatch import is_traced
 from ssmzoo_kernels.validation import Packing
+
+from .modal import modal_kernel
 
 # taps of kernels that are kept between calls; longer ones would outweigh the model
 KEPT_TAPS = 2048
@@ -154,3 +167,80 @@ class Deployment:
         assert self.windowed is not None
         place = torch.cat([self.recurrent, self.windowed]).argsort()
         return torch.cat([recurrent, windowed], dim=-1)[..., place]
+
+
+def by_recurrence(
+    u: Tensor, filters: Recurrence, state: LayerState, packing: Sequences | None
+) -> Tensor:
+    """Go on with filters that have a state: a step for one token, else by convolution."""
+    ring, position = state.get("ring"), state.get("position")
+    if u.shape[1] == 1 and packing is None and ring is not None and position is not None:
+        a, b = filters.step_coefficients()
+        # the old state stays whole in the ring, so that a forward pass may fail or run again
+        inplace = not (ring.requires_grad or torch.compiler.is_compiling())
+        y, ring, position = companion_step(
+            u.squeeze(1), ring, position, a, b, filters.gain, inplace=inplace
+        )
+        y = y.unsqueeze(1)
+    else:
+        a, b = filters.a, filters.b
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        inverse, kernel = filters.series(taps)
+        past = None
+        if ring is not None and position is not None:
+            past = newest_first(ring, position)
+        known = {"kernel": kernel, "inverse": inverse, "cu_seqlens": packing}
+        y, last = companion_scan(u, a, b, filters.gain, past, **known)
+        ring = F.pad(last, (0, 0, 0, 1))
+        position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
+    state.put("ring", ring)
+    state.put("position", position)
+    return y
+
+
+def by_modes(
+    u: Tensor, filters: Oscillations, state: LayerState, packing: Sequences | None
+) -> Tensor:
+    """Go on with modal filters: a step for one token, else by convolution."""
+    pairs, owed = state.get_row("modes"), state.get_row("owed")
+    modes = None if pairs is None else torch.view_as_complex(pairs)
+    if u.shape[1] == 1 and packing is None and modes is not None:
+        assert owed is not None
+        y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
+        # what it reads of the new state is for the next token
+        owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
+    else:
+        rows, lengths, tokens = None, None, u.shape[1]
+        if packing is not None and (packing.rows is not None or modes is not None):
+            rows = packing.aligned()
+            u, lengths, packing = rows.gather(u), rows.lengths, None
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        kernel = modal_kernel(filters.exponent, filters.residues, taps)
+        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
+        if modes is not None:
+            y = y + filters.response(modes, u.shape[1])
+        modes = filters.after(u, modes, lengths, packing)
+        owed = filters.read(modes)
+        if rows is not None:
+            y = rows.scatter(y, tokens)
+    state.put_row("modes", torch.view_as_real(modes))
+    state.put_row("owed", owed)
+    return y
+
+
+def by_window(
+    u: Tensor, filters: Deployment, state: LayerState, packing: Sequences | None
+) -> Tensor:
+    """Go on with filters that have no state but their last M - 1 inputs."""
+    taps, past = filters.taps, state.get("inputs")
+    assert taps is not None
+    assert filters.gain is not None
+    if u.shape[1] == 1 and packing is None and past is not None:
+        seen = torch.cat([past, u], dim=1)  # [B, M, D]
+        state.put("inputs", seen[:, 1:].contiguous())
+        y = (seen * filters.last_tap_first()).sum(dim=1, keepdim=True)
+        return y + filters.gain * u
+    y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=packing, output_final_state=True)
+    assert final is not None
+    state.put("inputs", final.contiguous())  # as a step leaves it: one graph
+    return y

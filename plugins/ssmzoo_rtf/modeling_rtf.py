@@ -8,10 +8,8 @@ Dimensions: B batch, L length, D hidden, n order, A denominators, M taps, S sequ
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +20,16 @@ from ssmzoo.modeling import (
     CausalConv1d,
     DerivedValue,
     Dropout,
-    Dynamics,
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
     RMSNorm,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
-    SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
     State,
@@ -41,47 +37,35 @@ from ssmzoo.modeling import (
     recurrent,
 )
 from ssmzoo_kernels import (
-    companion_scan,
-    companion_step,
-    diagonal_step,
     fft_conv,
-    rational_kernel,
 )
-from ssmzoo_kernels.companion_step import newest_first
 from ssmzoo_kernels.dispatch import is_traced
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_rtf import RTFConfig
-from .decoding import Deployment, Oscillations, Recurrence
-from .filters import SMALLEST_SUM, deployed_numerator, ends_within, initial_coefficients, montel
-from .implicit import implicit_kernel
-from .modal import exponents, modal_kernel, parameters_of
-from .stability import SMALL_ORDER, first_not_finite, poles, poles_outside, spectral_radius
+from .decoding import (
+    Deployment,
+    Oscillations,
+    Recurrence,
+    by_modes,
+    by_recurrence,
+    by_window,
+)
+from .filter_bank import FilterBank
+from .filters import deployed_numerator, ends_within, initial_coefficients
+from .stability import poles_outside
 
 FILTER_NORM_EPS = 1e-6
 # tokens after which the slowest initial mode has fallen to 1 / e
 LONGEST_MODE = 1000
 
-_RATIONAL = ("a", "b", "montel_slack")
-_MODAL = ("modal_log_decay", "modal_angle", "modal_residues")
-_IMPLICIT = (
-    "implicit_in",
-    "implicit_in_bias",
-    "implicit_hidden",
-    "implicit_hidden_bias",
-    "implicit_out",
-    "implicit_frequency",
-)
-_SSM_PARAMETERS = ("D", *_RATIONAL, *_MODAL, *_IMPLICIT)
-# what messages call them
-_CALLED = {"a": "denominator", "b": "numerator", "D": "direct gain"}
 # settings that a model may be given after it was built
 _DEPLOYED_BY = itemgetter(
     "decode_mode", "trunc_len", "kernel_mode", "constraint_margin", "legacy_double_h0"
 )
 
 
-class RTFMixer(SSMMixer):
+class RTFMixer(FilterBank):
     """Filter each feature by a rational transfer function (the paper's Eq. 4), mix around it.
 
     ``y[t] = sum_j k[j] u[t-j] + D u[t]`` with k the impulse response of ``b(z) / a(z)``, or another
@@ -93,36 +77,13 @@ class RTFMixer(SSMMixer):
     - "filter": u = h, y.
     """
 
-    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_SSM_PARAMETERS, "ssm")
     written_in_place = frozenset({"ring"})  # a step fills its free place
     # not what modes owe to the next token, which follows from them
     startable_states = frozenset({"ring", "position", "modes", "inputs", "conv"})
-    config: RTFConfig
 
     def __init__(self, config: RTFConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        width, order = config.hidden_size, config.d_state
-        sides = 2 if config.bidirectional else 1
-        self.D = nn.Parameter(torch.empty(sides * width))
-        if config.filter == "rational":
-            rows = sides * config.denominators
-            self.a = nn.Parameter(torch.empty(rows, order))
-            self.b = nn.Parameter(torch.empty(sides * width, order))
-            if config.denominator_constraint == "l1_montel":
-                self.montel_slack = nn.Parameter(torch.empty(rows))
-        elif config.filter == "modal":
-            rows, modes = sides * config.denominators, order // 2
-            self.modal_log_decay = nn.Parameter(torch.empty(rows, modes))
-            self.modal_angle = nn.Parameter(torch.empty(rows, modes))
-            self.modal_residues = nn.Parameter(torch.empty(sides * width, modes, 2))
-        else:
-            hidden, layers = config.implicit_width, config.implicit_layers
-            self.implicit_in = nn.Parameter(torch.empty(hidden, config.implicit_features))
-            self.implicit_in_bias = nn.Parameter(torch.empty(hidden))
-            self.implicit_hidden = nn.Parameter(torch.empty(layers, hidden, hidden))
-            self.implicit_hidden_bias = nn.Parameter(torch.empty(layers, hidden))
-            self.implicit_out = nn.Parameter(torch.empty(width, hidden))
-            self.implicit_frequency = nn.Parameter(torch.empty(hidden))
+        width = config.hidden_size
         self.dropout = Dropout(config.mixer_dropout, config.tie_dropout)
         self.filter_norm = None
         if config.block == "hyena":
@@ -141,7 +102,7 @@ class RTFMixer(SSMMixer):
         self._kept: DerivedValue[Deployment] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
@@ -198,7 +159,7 @@ class RTFMixer(SSMMixer):
         value, gate = parts.linear(program, program.gelu(y), "out_proj").chunk(2)
         return program.gated(gate, value, by="sigmoid")
 
-    def filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter ``[B, L, D]`` from the cached state; cache the final state."""
         self._kept.refresh(u, state)
         kind = u.device.type
@@ -208,180 +169,21 @@ class RTFMixer(SSMMixer):
                 return self._filtered(u, state, packing)
         return self._filtered(u, state, packing)
 
-    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         if not state.keep:
             return self._whole(u, state, packing)
         parts = self.deployment()
         if parts.oscillations is not None:
-            return _oscillating(u, parts.oscillations, state, packing)
+            return by_modes(u, parts.oscillations, state, packing)
         recurrence = parts.recurrence
         if recurrence is None:
-            return _windowed(u, parts, state, packing)
+            return by_window(u, parts, state, packing)
         if parts.taps is None:
-            return _recurrent(u, recurrence, state, packing)
+            return by_recurrence(u, recurrence, state, packing)
         return parts.merge(
-            _recurrent(u[..., parts.recurrent], recurrence, state, packing),
-            _windowed(u[..., parts.windowed], parts, state, packing),
+            by_recurrence(u[..., parts.recurrent], recurrence, state, packing),
+            by_window(u[..., parts.windowed], parts, state, packing),
         )
-
-    def denominators(self) -> Tensor:
-        """Return a after the constraint, ``[A, n]``; bidirectional ``[2 A, n]``."""
-        if self.config.denominator_constraint == "none":
-            return self.a
-        return montel(self.a, self.montel_slack, self.config.constraint_margin)
-
-    def exponents(self) -> Tensor:
-        """Return the logarithms of modal filters' poles, ``[A, N]``; bidirectional ``[2 A, N]``."""
-        return exponents(self.modal_log_decay, self.modal_angle)
-
-    def _residues(self) -> Tensor:
-        return torch.view_as_complex(self.modal_residues)
-
-    def gain(self) -> Tensor:
-        """Return the direct gain h0, ``[D]``; bidirectional ``[2 D]``."""
-        return 2 * self.D if self.config.legacy_double_h0 else self.D
-
-    def kernel(self, length: int) -> Tensor:
-        """Return the kernel without direct gain, ``[D, K]``; bidirectional ``[2 D, K]``.
-
-        K is the length, or the number of taps there are if that is less.
-        """
-        config = self.config
-        taps = length if config.taps is None else min(length, config.taps)
-        if config.filter == "implicit":
-            assert config.trunc_len is not None
-            return implicit_kernel(
-                self.implicit_in,
-                self.implicit_in_bias,
-                self.implicit_hidden,
-                self.implicit_hidden_bias,
-                self.implicit_out,
-                self.implicit_frequency,
-                config.trunc_len,
-                (config.implicit_fast_decay, config.implicit_slow_decay),
-                taps,
-            )
-        if config.filter == "modal":
-            return modal_kernel(self.exponents(), self._residues(), taps)
-        a, grid = self.denominators(), config.grid
-        if grid is None:
-            return rational_kernel(a, self.b, taps)
-        if taps <= grid:
-            return rational_kernel(a, self.b, taps, mode="truncated", trunc_len=grid)
-        b, wrapped = deployed_numerator(a, self.b, grid)
-        return rational_kernel(a, b, taps) + F.pad(wrapped[:, None], (0, taps - 1))
-
-    def dynamics(self, hidden_states: Tensor) -> Dynamics:
-        """Return kernels and, of every denominator, poles, radius and number of unstable poles.
-
-        Poles are computed up to order 128 only; the count comes from the winding number.
-        """
-        kernel, future = self.kernel(hidden_states.shape[1]), None
-        if self.config.bidirectional:
-            kernel, future = kernel.chunk(2)
-            ahead = self.gain().chunk(2)[1]
-            future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
-        if self.config.filter == "implicit":
-            return Dynamics(kernel=kernel)
-        if self.config.filter == "modal":
-            found = self.exponents().exp()
-            found = torch.cat([found, found.conj()], dim=1)
-            return Dynamics(kernel=kernel, future_kernel=future, poles=found)
-        a = self.denominators()
-        return Dynamics(
-            kernel=kernel,
-            future_kernel=future,
-            poles=poles(a) if a.shape[1] <= SMALL_ORDER else None,
-            radius=spectral_radius(a),
-            outside=poles_outside(a),
-        )
-
-    def set_filters(self, a: Tensor, b: Tensor, h0: Tensor) -> None:
-        """Set the filters to given coefficients, by inverting the constraint.
-
-        Args:
-            a: Denominators ``[A, n]`` as used, after the constraint.
-            b: Numerators ``[D, n]`` as ``kernel_mode`` defines them.
-            h0: Direct gains ``[D]``.
-
-        Raises:
-            ValueError: The model has another kind of filter or other shapes, or a denominator
-                violates the constraint.
-        """
-        self._check_given("rational", a=a, b=b, h0=h0)
-        with torch.no_grad():
-            if self.config.denominator_constraint == "l1_montel":
-                total = a.double().abs().sum(1)
-                slack = 1 - SMALLEST_SUM - (1 + self.config.constraint_margin) * total
-                if bool((slack < 0).any()):
-                    row = int(slack.argmin())
-                    raise ValueError(
-                        f"denominator {row} must have sum |a_i| below 1 under the l1_montel "
-                        f"constraint, got {float(total[row]):.4g}; take "
-                        "denominator_constraint='none'"
-                    )
-                self.montel_slack.copy_(slack)
-            self.a.copy_(a)
-            self.b.copy_(b)
-            self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
-
-    def set_modes(self, poles: Tensor, residues: Tensor, h0: Tensor) -> None:
-        """Set the filters to given modes, ``h[t] = Re sum_i r_i lambda_i^(t-1)``.
-
-        Args:
-            poles: ``[A, N]`` complex, all inside the unit disc.
-            residues: ``[D, N]`` complex.
-            h0: Direct gains ``[D]``.
-
-        Raises:
-            ValueError: The model has another kind of filter or other shapes, or a pole is not
-                inside the unit disc.
-        """
-        self._check_given("modal", poles=poles, residues=residues, h0=h0)
-        outside = ~(poles.abs() < 1)
-        if bool(outside.any()):
-            row, mode = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"poles must lie inside the unit disc, got {complex(poles[row, mode]):.4g} in row "
-                f"{row}"
-            )
-        log_decay, angle = parameters_of(poles, self.modal_angle.dtype)
-        with torch.no_grad():
-            self.modal_log_decay.copy_(log_decay)
-            self.modal_angle.copy_(angle)
-            self.modal_residues.copy_(torch.view_as_real(residues.resolve_conj()))
-            self.D.copy_(h0 / 2 if self.config.legacy_double_h0 else h0)
-
-    def _check_given(self, kind: str, **given: Tensor) -> None:
-        """Fail unless filters are of the model's kind and of its size."""
-        config = self.config
-        if config.filter != kind:
-            setter = "set_filters" if kind == "rational" else "set_modes"
-            raise ValueError(f"{setter} needs filter={kind!r}, got {config.filter!r}")
-        sides = 2 if config.bidirectional else 1
-        rows, width, order = config.denominators, config.hidden_size, config.d_state
-        shapes = {
-            "a": (rows, order),
-            "b": (width, order),
-            "poles": (rows, order // 2),
-            "residues": (width, order // 2),
-            "h0": (width,),
-        }
-        for name, tensor in given.items():
-            expected = [sides * shapes[name][0], *shapes[name][1:]]
-            if list(tensor.shape) != expected:
-                raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
-
-    def _check_parameters(self) -> None:
-        """Fail with layer, row and what came unless all parameters of the filters are finite."""
-        for name in _SSM_PARAMETERS:
-            parameter = getattr(self, name, None)
-            wrong = None if parameter is None else first_not_finite(parameter.detach())
-            if wrong is not None:
-                raise ValueError(
-                    f"{_CALLED.get(name, name)} {wrong[0]} of layer {self.layer_idx} must be "
-                    f"finite, got {wrong[1]}"
-                )
 
     def deployment(self) -> Deployment:
         """Return the filters in decoding form, recomputed only when a parameter has changed.
@@ -451,21 +253,6 @@ class RTFMixer(SSMMixer):
         of_channel = within.repeat_interleave(width // len(a))
         return channels[of_channel], channels[~of_channel]
 
-    def _warn_of_growth(self, a: Tensor, outside: Tensor) -> None:
-        unstable = int((outside > 0).sum())
-        if not unstable:
-            return
-        row = int(outside.argmax())
-        radius = float(spectral_radius(a[row : row + 1]))
-        warnings.warn(
-            f"layer {self.layer_idx}: {unstable} of {len(a)} denominators have poles outside the "
-            f"unit disc (denominator {row}: {int(outside[row])}, the farthest at radius "
-            f"{radius:.4g}): outputs grow without bound; use denominator_constraint='l1_montel', "
-            "or kernel_mode='truncated' with decode_mode='auto'",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
     def _deployed(
         self, recurrent: Tensor | None, windowed: Tensor | None, all_windowed: bool
     ) -> Deployment:
@@ -499,28 +286,7 @@ class RTFMixer(SSMMixer):
             gain = gain + wrapped
         return Recurrence(a, b, gain)
 
-    def _check_finite(self, kernel: Tensor, gain: Tensor) -> None:
-        """Fail with the channel, and the radius if that is why, unless all taps are finite."""
-        wrong = ~(kernel.isfinite().all(dim=1) & gain.isfinite())
-        if not bool(wrong.any()):
-            return
-        channel = int(wrong.int().argmax())
-        reason = "a parameter is not finite"
-        if self.config.filter == "rational" and bool(self.a.isfinite().all()):
-            a = self.denominators()
-            row = channel // (len(wrong) // len(a))
-            radius = float(spectral_radius(a[row : row + 1]))
-            if radius > 1:
-                reason = (
-                    f"denominator {row} has poles out to radius {radius:.4g}, so its response "
-                    f"overflows within {kernel.shape[1]} taps; use "
-                    "denominator_constraint='l1_montel' or kernel_mode='truncated'"
-                )
-        raise ValueError(
-            f"filters must be finite, got layer {self.layer_idx}, channel {channel}: {reason}"
-        )
-
-    def _whole(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _whole(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter whole sequences; a padded batch as one of rows that begin at column 0."""
         tokens = u.shape[1]
         rows = None
@@ -540,83 +306,6 @@ class RTFMixer(SSMMixer):
             future = future + F.pad(ahead[:, None], (0, future.shape[1] - 1))
         y, _ = fft_conv(u, kernel, gain, future_kernel=future, cu_seqlens=packing)
         return y if rows is None else rows.scatter(y, tokens)
-
-
-def _recurrent(
-    u: Tensor, filters: Recurrence, state: LayerState, packing: PackedRow | None
-) -> Tensor:
-    """Go on with filters that have a state: a step for one token, else by convolution."""
-    ring, position = state.get("ring"), state.get("position")
-    if u.shape[1] == 1 and packing is None and ring is not None and position is not None:
-        a, b = filters.step_coefficients()
-        # the old state stays whole in the ring, so that a forward pass may fail or run again
-        inplace = not (ring.requires_grad or torch.compiler.is_compiling())
-        y, ring, position = companion_step(
-            u.squeeze(1), ring, position, a, b, filters.gain, inplace=inplace
-        )
-        y = y.unsqueeze(1)
-    else:
-        a, b = filters.a, filters.b
-        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
-        inverse, kernel = filters.series(taps)
-        past = None
-        if ring is not None and position is not None:
-            past = newest_first(ring, position)
-        known = {"kernel": kernel, "inverse": inverse, "cu_seqlens": packing}
-        y, last = companion_scan(u, a, b, filters.gain, past, **known)
-        ring = F.pad(last, (0, 0, 0, 1))
-        position = torch.zeros(ring.shape[0], dtype=torch.int64, device=u.device)
-    state.put("ring", ring)
-    state.put("position", position)
-    return y
-
-
-def _oscillating(
-    u: Tensor, filters: Oscillations, state: LayerState, packing: PackedRow | None
-) -> Tensor:
-    """Go on with modal filters: a step for one token, else by convolution."""
-    pairs, owed = state.get_row("modes"), state.get_row("owed")
-    modes = None if pairs is None else torch.view_as_complex(pairs)
-    if u.shape[1] == 1 and packing is None and modes is not None:
-        assert owed is not None
-        y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
-        # what it reads of the new state is for the next token
-        owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
-    else:
-        rows, lengths, tokens = None, None, u.shape[1]
-        if packing is not None and (packing.rows is not None or modes is not None):
-            rows = packing.aligned()
-            u, lengths, packing = rows.gather(u), rows.lengths, None
-        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
-        kernel = modal_kernel(filters.exponent, filters.residues, taps)
-        y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
-        if modes is not None:
-            y = y + filters.response(modes, u.shape[1])
-        modes = filters.after(u, modes, lengths, packing)
-        owed = filters.read(modes)
-        if rows is not None:
-            y = rows.scatter(y, tokens)
-    state.put_row("modes", torch.view_as_real(modes))
-    state.put_row("owed", owed)
-    return y
-
-
-def _windowed(
-    u: Tensor, filters: Deployment, state: LayerState, packing: PackedRow | None
-) -> Tensor:
-    """Go on with filters that have no state but their last M - 1 inputs."""
-    taps, past = filters.taps, state.get("inputs")
-    assert taps is not None
-    assert filters.gain is not None
-    if u.shape[1] == 1 and packing is None and past is not None:
-        seen = torch.cat([past, u], dim=1)  # [B, M, D]
-        state.put("inputs", seen[:, 1:].contiguous())
-        y = (seen * filters.last_tap_first()).sum(dim=1, keepdim=True)
-        return y + filters.gain * u
-    y, final = fft_conv(u, taps, filters.gain, past, cu_seqlens=packing, output_final_state=True)
-    assert final is not None
-    state.put("inputs", final.contiguous())  # as a step leaves it: one graph
-    return y
 
 
 class RTFPreTrainedModel(SSMPreTrainedModel):
@@ -700,42 +389,8 @@ class RTFModel(RTFPreTrainedModel, SSMModel):
     mixer_class = RTFMixer
 
 
-class RTFForCausalLM(RTFPreTrainedModel, SSMForCausalLM):
-    """RTF with a language-model head."""
-
-    model_class = RTFModel
-
-
-class RTFForImageClassification(RTFPreTrainedModel, SSMForImageClassification):
-    """RTF with a classifier of images."""
-
-    model_class = RTFModel
-
-
-class RTFForSequenceClassification(RTFPreTrainedModel, SSMForSequenceClassification):
-    """RTF with a classifier of sequences."""
-
-    model_class = RTFModel
-
-
-class RTFForTokenClassification(RTFPreTrainedModel, SSMForTokenClassification):
-    """RTF with a classifier of tokens."""
-
-    model_class = RTFModel
-
-
-class RTFForPairClassification(RTFPreTrainedModel, SSMForPairClassification):
-    """RTF with a classifier of pairs of documents."""
-
-    model_class = RTFModel
-
-
-__all__ = [
-    "RTFForCausalLM",
-    "RTFForImageClassification",
-    "RTFForPairClassification",
-    "RTFForSequenceClassification",
-    "RTFForTokenClassification",
-    "RTFModel",
-    "RTFPreTrainedModel",
-]
+RTFForCausalLM = SSMForCausalLM.of(RTFModel)
+RTFForImageClassification = SSMForImageClassification.of(RTFModel)
+RTFForSequenceClassification = SSMForSequenceClassification.of(RTFModel)
+RTFForTokenClassification = SSMForTokenClassification.of(RTFModel)
+RTFForPairClassification = SSMForPairClassification.of(RTFModel)

@@ -20,7 +20,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -68,7 +68,7 @@ class S4Mixer(SSMMixer):
         self._table: DerivedValue[list[Tensor]] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
         self._table.refresh(hidden_states, state)
@@ -97,7 +97,7 @@ class S4Mixer(SSMMixer):
         future = kernel[width:] if self.config.bidirectional else None
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
-    def _filter(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filter(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter whole sequences, or what follows a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
@@ -195,31 +195,8 @@ class S4Model(S4PreTrainedModel, SSMModel):
     mixer_class = S4Mixer
 
 
-class S4ForCausalLM(S4PreTrainedModel, SSMForCausalLM):
-    """S4 with a language-model head."""
-
-    model_class = S4Model
-
-
-class S4ForImageClassification(S4PreTrainedModel, SSMForImageClassification):
-    """S4 with a classifier of images."""
-
-    model_class = S4Model
-
-
-class S4ForSequenceClassification(S4PreTrainedModel, SSMForSequenceClassification):
-    """S4 with a classifier of sequences."""
-
-    model_class = S4Model
-
-
-class S4ForTokenClassification(S4PreTrainedModel, SSMForTokenClassification):
-    """S4 with a classifier of tokens."""
-
-    model_class = S4Model
-
-
-class S4ForPairClassification(S4PreTrainedModel, SSMForPairClassification):
-    """S4 with a classifier of pairs of documents."""
-
-    model_class = S4Model
+S4ForCausalLM = SSMForCausalLM.of(S4Model)
+S4ForImageClassification = SSMForImageClassification.of(S4Model)
+S4ForSequenceClassification = SSMForSequenceClassification.of(S4Model)
+S4ForTokenClassification = SSMForTokenClassification.of(S4Model)
+S4ForPairClassification = SSMForPairClassification.of(S4Model)

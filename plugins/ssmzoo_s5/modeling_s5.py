@@ -21,7 +21,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
-    PackedRow,
+    Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
     SSMForPairClassification,
@@ -73,7 +73,7 @@ class S5Mixer(SSMMixer):
         self._derived: DerivedValue[tuple[Tensor, Tensor, Tensor]] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, N, 2]``."""
         dtype, kind = hidden_states.dtype, self.config.activation
@@ -111,7 +111,7 @@ class S5Mixer(SSMMixer):
         real, imag = self.Lambda_re.double(), self.Lambda_im.double()
         return torch.complex(real.clamp(max=-1e-4) if self.config.clip_eigs else real, imag)
 
-    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Run the state space over ``[B, L, H]``."""
         self._derived.refresh(u, state)
         if torch.is_grad_enabled():
@@ -204,31 +204,8 @@ class S5Model(S5PreTrainedModel, SSMModel):
     mixer_class = S5Mixer
 
 
-class S5ForCausalLM(S5PreTrainedModel, SSMForCausalLM):
-    """S5 with a language-model head."""
-
-    model_class = S5Model
-
-
-class S5ForSequenceClassification(S5PreTrainedModel, SSMForSequenceClassification):
-    """S5 with a classifier of sequences."""
-
-    model_class = S5Model
-
-
-class S5ForImageClassification(S5PreTrainedModel, SSMForImageClassification):
-    """S5 with a classifier of images."""
-
-    model_class = S5Model
-
-
-class S5ForTokenClassification(S5PreTrainedModel, SSMForTokenClassification):
-    """S5 with a classifier of tokens."""
-
-    model_class = S5Model
-
-
-class S5ForPairClassification(S5PreTrainedModel, SSMForPairClassification):
-    """S5 with a classifier of pairs of documents."""
-
-    model_class = S5Model
+S5ForCausalLM = SSMForCausalLM.of(S5Model)
+S5ForSequenceClassification = SSMForSequenceClassification.of(S5Model)
+S5ForImageClassification = SSMForImageClassification.of(S5Model)
+S5ForTokenClassification = SSMForTokenClassification.of(S5Model)
+S5ForPairClassification = SSMForPairClassification.of(S5Model)

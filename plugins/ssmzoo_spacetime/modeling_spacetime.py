@@ -19,7 +19,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
-    PackedRow,
+    Sequences,
     SSMDecoder,
     SSMForCausalLM,
     SSMForForecasting,
@@ -77,7 +77,7 @@ class SpaceTimeMixer(SSMMixer):
         self._table: DerivedValue[list[Tensor]] = DerivedValue()
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, H]`` to ``[B, L, H]``.
 
@@ -140,7 +140,7 @@ class SpaceTimeMixer(SSMMixer):
         A[:, 0] = -alpha
         return Dynamics(kernel, poles=torch.linalg.eigvals(A))
 
-    def _filtered(self, u: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
         goes_on = packing is None and not torch.is_grad_enabled()
@@ -179,7 +179,7 @@ class SpaceTimeDecoder(SSMDecoder):
         """Return the denominators, and the numerators of C and K, ``[H, d]`` float64."""
         return transfer_function(*(unit(x) for x in (self.a, self.B, self.C, self.K)))
 
-    def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
+    def forecast(self, hidden_states: Tensor, packing: Sequences | None, horizon: int) -> Tensor:
         """Map ``[B, L, H]`` to ``C (A + B K)^h x[L-1]`` for h from 0, ``[B, horizon, H]``."""
         alpha, c, k = self.filters()
         last = companion_state(hidden_states, alpha.to(hidden_states.dtype), cu_seqlens=packing)
@@ -187,7 +187,7 @@ class SpaceTimeDecoder(SSMDecoder):
         # may grow, and float32 would bury its first steps under the rounding of its last
         return companion_response(last.double(), alpha - k, c, horizon)
 
-    def open_loop(self, hidden_states: Tensor, packing: PackedRow | None) -> list[Tensor]:
+    def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
         """Return ``C x[t]`` and ``K x[t]``, ``[B, L, H]`` each."""
         u = hidden_states
         alpha, *readouts = (x.to(u.dtype) for x in self.filters())
@@ -220,38 +220,9 @@ class SpaceTimeModel(SpaceTimePreTrainedModel, SSMModel):
     mixer_class = SpaceTimeMixer
 
 
-class SpaceTimeForCausalLM(SpaceTimePreTrainedModel, SSMForCausalLM):
-    """SpaceTime with a language-model head."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForImageClassification(SpaceTimePreTrainedModel, SSMForImageClassification):
-    """SpaceTime with a classifier of images."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForSequenceClassification(SpaceTimePreTrainedModel, SSMForSequenceClassification):
-    """SpaceTime with a classifier of sequences."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForPairClassification(SpaceTimePreTrainedModel, SSMForPairClassification):
-    """SpaceTime with a classifier of pairs of documents."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForTokenClassification(SpaceTimePreTrainedModel, SSMForTokenClassification):
-    """SpaceTime with a classifier of tokens."""
-
-    model_class = SpaceTimeModel
-
-
-class SpaceTimeForForecasting(SpaceTimePreTrainedModel, SSMForForecasting):
-    """SpaceTime with a closed-loop decoder, which foretells the values that follow a series."""
-
-    model_class = SpaceTimeModel
-    decoder_class = SpaceTimeDecoder
+SpaceTimeForCausalLM = SSMForCausalLM.of(SpaceTimeModel)
+SpaceTimeForImageClassification = SSMForImageClassification.of(SpaceTimeModel)
+SpaceTimeForSequenceClassification = SSMForSequenceClassification.of(SpaceTimeModel)
+SpaceTimeForPairClassification = SSMForPairClassification.of(SpaceTimeModel)
+SpaceTimeForTokenClassification = SSMForTokenClassification.of(SpaceTimeModel)
+SpaceTimeForForecasting = SSMForForecasting.of(SpaceTimeModel, decoder_class=SpaceTimeDecoder)

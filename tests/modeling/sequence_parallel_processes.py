@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ssmzoo
 from ssmzoo import families, load_family
 from ssmzoo.modeling import prefill, sequence_piece
-from ssmzoo.modeling.sequence_parallel import SequenceParallelCache, _Line
+from ssmzoo.modeling.sequence_parallel import SequenceParallelCache
+from ssmzoo.modeling.state_passing import ProcessLine
 
 LENGTH = 24
 ALL = {"layer_types": ["linear_attention"] * 2}
@@ -134,14 +135,14 @@ def sent(rank):
     found = {}
     for name, model in (("longhorn", zoo_model("longhorn")), ("mamba", stock_model("mamba"))):
         for length in (LENGTH, 4 * LENGTH):
-            sizes, send = [], _Line._send
+            sizes, send = [], ProcessLine._send
 
             def count(line, tensor, to, sizes=sizes, send=send):
                 sizes.append(tensor.nbytes)
                 send(line, tensor, to)
 
             ids = torch.arange(2 * length).view(2, length) % 40
-            with mock.patch.object(_Line, "_send", count):
+            with mock.patch.object(ProcessLine, "_send", count):
                 model(**sequence_piece(model, ids)).logits.sum().backward()
             found.setdefault(name, []).append(sum(sizes))
     return found
@@ -223,7 +224,7 @@ def wrapped(rank):
 
 def groups(rank):
     """What is in flight where one group waits while another's state is not taken yet."""
-    one, two = (_Line(dist.new_group(timeout=timedelta(seconds=20))) for _ in range(2))
+    one, two = (ProcessLine(dist.new_group(timeout=timedelta(seconds=20))) for _ in range(2))
     state = torch.arange(4.0)
     if rank == 0:
         one.send_on(state)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ssmzoo.family import families, load_family
-from ssmzoo.modeling import LayerState, PackedRow
+from ssmzoo.modeling import LayerState, Sequences
 
 DIRECTIONS = ("forward", "both-shared", "both-separate")
 
@@ -42,7 +42,7 @@ def test_a_mixer_takes_boundaries_for_a_packing(name, directions):
     mixer = family.model_class(config).layers[0].mixer
     ends, x = torch.tensor([0, 4, 9]), torch.randn(1, 9, config.hidden_size)
     more = {"residual": x} if mixer.reads_residual else {}
-    expected = mixer(x, LayerState(), PackedRow.of(ends, 9), **more)
+    expected = mixer(x, LayerState(), Sequences.of(ends, 9), **more)
     assert torch.equal(mixer(x, LayerState(), ends, **more), expected)
     assert torch.equal(mixer(x, LayerState(), packing=ends, **more), expected)
     with pytest.raises(ValueError, match="cu_seqlens"):

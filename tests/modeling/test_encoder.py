@@ -28,7 +28,7 @@ from transformers import (
 from ssmzoo import load_family
 from ssmzoo.analysis.doctor import examine_model
 from ssmzoo.analysis.inspect import inspect_model
-from ssmzoo.modeling import backbone, flip, flip_steps
+from ssmzoo.modeling import LayerState, backbone, block, flip, flip_steps
 from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.modeling.layers import DropPath
 from ssmzoo.modeling.packing import find_packing
@@ -71,7 +71,7 @@ def test_a_block_adds_the_mixers_reading_of_the_reversed_sequence():
         x = model.embed_tokens(ids)
         y = block.norm(x)
         other = block.mixer if block.reverse is None else block.reverse["mixer"]
-        state = backbone.LayerState
+        state = LayerState
         mixed = block.mixer(y, state()) + other(y.flip(1), state()).flip(1)
         expected = model.norm(x + mixed)
         got = model(ids).last_hidden_state
@@ -88,7 +88,7 @@ def test_a_block_adds_the_mixers_reading_of_the_reversed_sequence():
     ids=["across sequences", "not at all", "and scaled"],
 )
 def test_the_kit_finds_a_block_that_reverses_wrongly(wrong, says):
-    with mock.patch.object(backbone, "flip", wrong):
+    with mock.patch.object(block, "flip", wrong):
         (result,) = check(DSS, only=["bidirectional"]).results
     assert result.status == "failed"
     assert says in result.detail
@@ -220,11 +220,11 @@ def test_what_does_not_fit_a_model_is_refused_in_one_line():
         (TypeError, "pixel_values .* got a ndarray", lambda: images(pixels.numpy())),
         (ValueError, r"labels must be in \[0, 9\], or -100, got 10",
          lambda: images(pixels, labels=torch.tensor([10]))),
-        (ValueError, "takes images", lambda: images.model(ids)),
-        (ValueError, "takes no images", lambda: texts.model(pixel_values=pixels)),
+        (ValueError, "takes pixel_values, got input_ids", lambda: images.model(ids)),
+        (ValueError, "takes input_ids, got pixel_values", lambda: texts.model(pixel_values=pixels)),
         (ValueError, "pixel_values and inputs_embeds",
          lambda: images.model(pixel_values=pixels, inputs_embeds=torch.rand(1, 5, 32))),
-        (ValueError, "pixel_values and input_ids, got both",
+        (ValueError, "pixel_values and inputs_embeds, got input_ids and pixel_values",
          lambda: images.model(ids, pixel_values=pixels)),
         (TypeError, "no argument 'attention_mask'",
          lambda: images(pixels, attention_mask=torch.ones(1, 5))),

@@ -59,7 +59,7 @@ def close(got, expected):
 # --- gradients ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["longhorn", "rtf", "s4"])
+@pytest.mark.parametrize("name", ["longhorn", "rtf"])
 def test_gradients_are_those_of_differences(name):
     family = load_family(name)
     torch.manual_seed(0)
@@ -130,8 +130,11 @@ def test_it_comes_back_from_a_file_and_goes(tmp_path):
     adapter.save_pretrained(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [CONFIG, FILE]
     again = longhorn()
+    with pytest.raises(FileNotFoundError, match=f"holds no {CONFIG}"):
+        load_state_adapter(tmp_path.parent, again)
     assert load_state_adapter(tmp_path, again).digest() == adapter.digest()
     assert torch.equal(again(x).logits, expected)
+    load_state_adapter(tmp_path, longhorn(pad_token_id=1))  # special tokens change no state
     with pytest.raises(ValueError, match="has a state adapter already"):
         add_state_adapter(again)
     remove_state_adapter(again)
@@ -191,24 +194,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(name, tmp_path):
     with pytest.raises(ValueError, match=says):
         own.read(tmp_path)
     assert not any(p.any() for p in own.parameters())
-
-
-def test_a_folder_without_an_adapter_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"holds no {CONFIG}"):
-        load_state_adapter(tmp_path, longhorn())
-
-
-def test_special_tokens_change_nothing(tmp_path):
-    model = longhorn()
-    adapter = drawn(model)
-    adapter.save_pretrained(tmp_path)
-    assert load_state_adapter(tmp_path, longhorn(pad_token_id=1)).digest() == adapter.digest()
-
-
-def test_a_wider_model_refuses_it(tmp_path):
-    drawn(longhorn()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="must have shape"):
-        load_state_adapter(tmp_path, longhorn(d_state=8))
 
 
 def test_models_without_a_state_to_start_from_are_refused_by_name():
@@ -305,7 +290,10 @@ def test_adding_one_leaves_every_module_in_its_mode():
     assert [m.training for m in model.modules() if m is not adapter] == before
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"cache_implementation": "static"}],
+)
 def test_every_way_of_generating_starts_from_it(settings):
     model, x = longhorn(), ids(rows=1)
     drawn(model)
@@ -313,14 +301,6 @@ def test_every_way_of_generating_starts_from_it(settings):
     with_cache = model.generate(x, **options, **settings)
     plain = {} if "num_beams" not in settings else settings
     assert torch.equal(with_cache, model.generate(x, **options, **plain, use_cache=False))
-
-
-def test_a_static_cache_starts_from_it():
-    model, x = longhorn(), ids()
-    drawn(model)
-    options = {"max_new_tokens": 5, "do_sample": False}
-    static = model.generate(x, **options, cache_implementation="static")
-    assert torch.equal(static, model.generate(x, **options))
 
 
 # --- other tools ----------------------------------------------------------------------------------
@@ -502,11 +482,7 @@ def test_it_is_published_with_a_card(tmp_path, capsys):
     assert "include_state must be absent" in capsys.readouterr().err
 
 
-# what its own files cannot tell: the model is not there, and no tensor is read
-UNSEEN = ("another type", "another configuration", "other states")
-
-
-@pytest.mark.parametrize("name", [n for n in WRONG if n not in UNSEEN])
+@pytest.mark.parametrize("name", ["a missing state", "half a file", "no JSON"])
 def test_a_damaged_one_has_no_card_and_is_not_published(name, tmp_path, capsys):
     from ssmzoo.cli.main import main
 

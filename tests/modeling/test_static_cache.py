@@ -31,6 +31,12 @@ def build(name, **fields):
 
 
 @pytest.fixture(scope="module", params=NAMES)
+def every_model(request):
+    return build(request.param)
+
+
+# states that are replaced, rings that are written in place, and one that grows
+@pytest.fixture(scope="module", params=["longhorn", "rtf", "bmojo", "attention"])
 def model(request):
     return build(request.param)
 
@@ -75,7 +81,8 @@ def ragged(ids):
 # --- steps -------------------------------------------------------------------------------------
 
 
-def test_a_hundred_steps_write_where_the_prompt_wrote(model, ids):
+def test_a_hundred_steps_write_where_the_prompt_wrote(every_model, ids):
+    model = every_model
     cache, usual = static(model), StateCache(model.config)
     with watch() as kernels:
         got = read(model, cache, ids, 20)
@@ -225,7 +232,8 @@ def generate(model, ids, mask=None, **options):
     ],
     ids=["greedy", "sampling", "beams", "chunks", "lookup"],
 )
-def test_generate_gives_the_same_by_either_cache(model, ids, options):
+def test_generate_gives_the_same_by_either_cache(every_model, ids, options):
+    model = every_model
     ids, mask = ragged(ids)
     if "prompt_lookup_num_tokens" in options:
         ids, mask = ids[:1].repeat(1, 2), None

@@ -25,8 +25,10 @@ from ssmzoo.modeling import (
     StateCache,
     backbone,
     flip,
+    inputs,
 )
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.packing import find_packing
 from ssmzoo.testing import Report, check, standalone
 from ssmzoo_longhorn import FAMILY, LonghornConfig, modeling_longhorn
 from ssmzoo_longhorn.modeling_longhorn import (
@@ -149,10 +151,9 @@ class ForgetsWhatHasPaddingBehindIt(LonghornMixer):
         return out
 
 
-class ReadsAroundPadding(LonghornModel):
-    def find_packing(self, *args):
-        packing = super().find_packing(*args)
-        return packing and replace(packing, order=None)
+def reads_around_padding(*args):
+    packing = find_packing(*args)
+    return packing and replace(packing, order=None)
 
 
 class MixesUpPackedStates(LonghornMixer):
@@ -163,9 +164,8 @@ class MixesUpPackedStates(LonghornMixer):
         return out
 
 
-class IgnoresSeqIdx(LonghornModel):
-    def find_packing(self, inputs, cache, mask, position_ids, seq_idx, cu_seqlens):
-        return super().find_packing(inputs, cache, mask, position_ids, None, cu_seqlens)
+def ignores_seq_idx(batch, length, past, mask, position_ids, seq_idx, cu_seqlens):
+    return find_packing(batch, length, past, mask, position_ids, None, cu_seqlens)
 
 
 class LetsGradientsLeak(LonghornModel):
@@ -770,7 +770,7 @@ NARROW = {
     "tokens": narrow("gradient of", mixer=CutsTheGraphAfterAFirstSingleToken),
     "packing": narrow("packed turns", mixer=MixesUpPackedStates),
     "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
-    "flattening_collator": narrow("seq_idx", model=IgnoresSeqIdx),
+    "flattening_collator": narrow("seq_idx", patch=(inputs, "find_packing", ignores_seq_idx)),
     "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
     "fused_steps": narrow("rows", "fused_steps", "batch", mixer=WritesAnotherToken),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
@@ -920,7 +920,11 @@ PLANTED = {
         ),
         "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
         "padding between tokens": planted(
-            "padding", "assisted", "bidirectional", "compile", model=ReadsAroundPadding
+            "padding",
+            "assisted",
+            "bidirectional",
+            "compile",
+            patch=(inputs, "find_packing", reads_around_padding),
         ),
     },
     "batch": {

@@ -29,7 +29,7 @@ from ssmzoo.recipe import SegmentsSection, load_recipe
 from ssmzoo.testing import FamilyConformance
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.segments import SegmentedLM
-from ssmzoo_bmojo import FAMILY, modeling_bmojo
+from ssmzoo_bmojo import FAMILY, attention, modeling_bmojo
 from ssmzoo_bmojo.convert_bmojo import from_mamba
 from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table
 from ssmzoo_kernels import use_backend
@@ -255,7 +255,7 @@ def test_a_decoding_step_needs_no_more_memory_after_64k_tokens():
 def test_layers_share_what_does_not_depend_on_them(monkeypatch):
     made = []
     monkeypatch.setattr(
-        modeling_bmojo,
+        attention,
         "Call",
         lambda *args, **options: made.append(Call(*args, **options)) or made[-1],
     )
@@ -296,7 +296,7 @@ def test_shapes_that_are_bounds_change_neither_logits_nor_cache(name, monkeypatc
         return logits, [layer.states for layer in cache.layers]
 
     expected, states = run()
-    monkeypatch.setattr(modeling_bmojo, "Call", Bounded)
+    monkeypatch.setattr(attention, "Call", Bounded)
     got, others = run()
     for one, two in zip(got, expected, strict=True):
         assert error(one, two) < 1e-12

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import rtf as oracle
 
-from ssmzoo.modeling.cache import LayerState
+from ssmzoo.modeling import LayerState
 from ssmzoo.recipe import load_recipe
 from ssmzoo.testing import FamilyConformance
 from ssmzoo_kernels import rational_kernel

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ssmzoo.modeling.cache import reader_of
+from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
 
 LOG = logging.getLogger("ssmzoo")
@@ -107,7 +107,7 @@ class Scorer(HFLM):
         """Tell whether the model declares no limit and goes on from a state of any text."""
         limit = resolve_max_length(self.config, self.tokenizer, default=0)
         keeps = getattr(self.config, "decodable", True)
-        return not limit and keeps and getattr(self.model, "prompt_reader", None) is not None
+        return not limit and keeps and getattr(self.model, "recurrent_backbone", None) is not None
 
     @property
     def window(self) -> int:
@@ -159,7 +159,7 @@ class Scorer(HFLM):
         for request in requests:
             (text,) = request.args
             tokens = torch.tensor([[self.prefix_token_id, *self.tok_encode(text)]])
-            cache, total = reader_of(self.model).cache_class(self.config), 0.0
+            cache, total = backbone_of(self.model).cache_class(self.config), 0.0
             for begin in range(0, tokens.shape[1] - 1, self._DEFAULT_MAX_LENGTH):
                 piece = tokens[:, begin : begin + self._DEFAULT_MAX_LENGTH + 1].to(self.device)
                 logits = self.model(piece[:, :-1], **{CACHE: cache}).logits.float()

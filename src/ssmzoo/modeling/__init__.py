@@ -5,8 +5,9 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 """
 
 from ssmzoo.environment.messages import suggestion
-from ssmzoo.modeling.backbone import SSMBlock, SSMMixer, SSMModel
-from ssmzoo.modeling.cache import LayerState, StateCache
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.block import SSMBlock
+from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
 from ssmzoo.modeling.classifiers import (
     SSMForImageClassification,
@@ -15,18 +16,12 @@ from ssmzoo.modeling.classifiers import (
     SSMForTokenClassification,
 )
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import (
-    ModuleParts,
-    State,
-    UnservedError,
-    is_token,
-    recurrent,
-    token_of_layer,
-)
+from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
 from ssmzoo.modeling.hippo import hippo_legs
+from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import (
     MLP,
     CausalConv1d,
@@ -38,10 +33,12 @@ from ssmzoo.modeling.layers import (
     split_heads,
 )
 from ssmzoo.modeling.loops import scan
+from ssmzoo.modeling.mixer import SSMMixer
+from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recurrent
 from ssmzoo.modeling.norms import BatchNorm, GroupRMSNorm, LayerNorm, RMSNorm
 from ssmzoo.modeling.packing import (
     AlignedRows,
-    PackedRow,
+    Sequences,
     flip,
     flip_steps,
     right_aligned,
@@ -49,18 +46,14 @@ from ssmzoo.modeling.packing import (
 )
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights, require_fields
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
-from ssmzoo.modeling.sequence_parallel import (
-    CutRows,
-    packed_piece,
-    sequence_cache,
-    sequence_piece,
-)
+from ssmzoo.modeling.sequence_parallel import packed_piece, sequence_cache, sequence_piece
 from ssmzoo.modeling.state_adapter import (
     StateAdapter,
     add_state_adapter,
     load_state_adapter,
     remove_state_adapter,
 )
+from ssmzoo.modeling.state_passing import CutRows
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 __all__ = [
@@ -77,7 +70,6 @@ __all__ = [
     "LayerState",
     "Linear",
     "ModuleParts",
-    "PackedRow",
     "PromptState",
     "RMSNorm",
     "SSMBlock",
@@ -93,6 +85,7 @@ __all__ = [
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",
+    "Sequences",
     "State",
     "StateAdapter",
     "StateCache",

@@ -1,124 +1,41 @@
 """The recurrent state of a model between two calls.
 
 What surprises: the state has a fixed size however many tokens were seen. It can be cropped only
-inside calls that were recorded: the snapshot from before the call is restored, and the tokens that
-stay are read again. In the zoo's own models a forward pass that fails leaves the state unchanged,
-because new states replace the old ones only at its end. Single steps of RTF and B'MOJO write into a
-ring in place, to a row that no token reads before it was written again.
+inside calls that were recorded (``rollback``). In the zoo's own models a forward pass that fails
+leaves the state unchanged, because new states replace the old ones only at its end. Single steps of
+RTF and B'MOJO write into a ring in place, to a row that no token reads before it was written again.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ssmzoo.environment.messages import shortened
-from ssmzoo.modeling.compat import CACHE
-from ssmzoo.modeling.packing import PackedRow
+from ssmzoo.modeling.cache_files import StateFile, damaged, read_states, write_states
+from ssmzoo.modeling.cache_identity import (
+    Start,
+    as_of_now,
+    difference,
+    own_fields,
+    require_same_start,
+    start_named,
+)
+from ssmzoo.modeling.layer_state import LayerState
+from ssmzoo.modeling.packing import Sequences
+from ssmzoo.modeling.rollback import Recorded, RollbackCache
 
 if TYPE_CHECKING:
     from typing import Self
 
     from ssmzoo.modeling.configuration import SSMConfig
-
-_FORMAT = "ssmzoo-state-1"
-_OTHER = "other."  # before the names of tensors in the file that are no states
-
-
-STATE_ADAPTER = "state_adapter"  # the name of a state adapter in the model around the layers
-
-
-class Start(Protocol):
-    """What a state may have begun from in place of zeros: a state adapter."""
-
-    def digest(self) -> str:
-        """Return the SHA-256 of its states."""
-        ...
-
-
-@dataclass
-class Recorded:
-    """A forward pass that may be rolled back: the states before it, and what it read."""
-
-    states: list[dict[str, Tensor]]
-    inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: none to read again
-    length: int = 0  # by how many tokens it advanced the cache
-
-
-@dataclass
-class LayerState:
-    """One layer's view of the cache during one forward pass.
-
-    A mixer reads its initial state with :meth:`get` and stores its final state with :meth:`put`.
-    :meth:`get` never returns what :meth:`put` stored in the same pass, so a layer may run twice
-    (gradient checkpointing).
-    """
-
-    initial: Mapping[str, Tensor] = field(default_factory=dict)
-    keep: bool = False
-    packing: PackedRow | None = None
-    room: int | None = None  # for how many tokens the cache is; None: no bound
-    final: dict[str, Tensor] = field(default_factory=dict)
-    shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
-    reversed_shared: dict[Any, Any] = field(default_factory=dict)  # by mixers on reversed sequences
-    next_norm: nn.Module | None = None  # what the block's output goes to, where one may run both
-
-    def get(self, name: str) -> Tensor | None:
-        """Return the state to start from, one row per sequence, or None for a fresh start."""
-        state, packing = self.initial.get(name), self.packing
-        if state is None or packing is None or packing.rows is None:
-            return state
-        return state.new_zeros(packing.count, *state.shape[1:]).index_copy(0, packing.rows, state)
-
-    def get_row(self, name: str) -> Tensor | None:
-        """Return the state to start from, one for every row of :meth:`PackedRow.aligned`."""
-        return self.initial.get(name)
-
-    def put_row(self, name: str, state: Tensor) -> None:
-        """Leave the states of those rows; without a cache they are dropped."""
-        if self.keep:
-            self.final[name] = state
-
-    def put(self, name: str, state: Tensor) -> None:
-        """Store the state after the last token, one row per sequence; dropped without a cache.
-
-        A state of zeros must mean the same as None in :meth:`get`: a new sequence.
-
-        Raises:
-            TypeError: It is no tensor of real numbers.
-            ValueError: It has another number of rows than there are sequences.
-        """
-        if not isinstance(state, Tensor) or state.dim() == 0 or state.is_complex():
-            what = f"a {state.dtype}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
-            raise TypeError(
-                f"state {name!r} must be a tensor of real numbers with a row a sequence, got "
-                f"{what}; of complex ones take torch.view_as_real"
-            )
-        packing = self.packing
-        if packing is not None:
-            if state.shape[0] != packing.count:
-                raise ValueError(
-                    f"state {name!r} must have a row for each of the {packing.count} packed "
-                    f"sequences, padding included, got shape {list(state.shape)}"
-                )
-            if packing.rows is not None and self.keep:
-                state = state.index_select(0, packing.rows)
-        if self.keep:
-            self.final[name] = state
 
 
 class CacheLayer:
@@ -143,10 +60,10 @@ class CacheLayer:
         return -1
 
 
-class RecurrentCache(Cache):
-    """What every cache of states has, whoever writes into it: rollback, rows, copies, files.
+class RecurrentCache(RollbackCache):
+    """The base of all caches of recurrent states: rollback, rows, copies, files.
 
-    A subclass tells what its layers hold, tensors with a row a sequence by name, and takes it back.
+    A subclass defines ``get_states`` and ``set_states``: tensors by name, a row a sequence.
 
     Args:
         config: The configuration of the model it will serve.
@@ -158,31 +75,14 @@ class RecurrentCache(Cache):
     def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.config = config  # of the model that it serves; never written
-        self.seen_tokens = 0
-        self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
-        self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
-        self.recording = False
-        self._recorded: list[Recorded] = []
 
     @property
     def is_initialized(self) -> bool:
         """Whether any layer holds a state."""
         return any(self.get_states())
 
-    def get_states(self) -> list[dict[str, Tensor]]:
-        """Return what each layer holds, by name; not copies."""
-        raise NotImplementedError
-
-    def set_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Let each layer hold these.
-
-        Raises:
-            ValueError: A layer has no state of such a name.
-        """
-        raise NotImplementedError
-
     def get_memory(self) -> list[dict[str, Tensor]]:
-        """Return what each layer keeps, states or not."""
+        """Return all tensors of each layer, buffers without a state among them."""
         return self.get_states()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -191,12 +91,12 @@ class RecurrentCache(Cache):
 
     @property
     def owner(self) -> dict[str, Any]:
-        """What a model must share with the one that it serves."""
+        """The fields that a model must share to go on from this cache."""
         return self.signature(self.config)
 
     @staticmethod
     def signature(config: Any) -> dict[str, Any]:
-        """Return what two models must share for a state of one to be the other's, too."""
+        """Return the fields that make the caches of two models interchangeable."""
         names = own_fields(type(config))
         return dict(
             zip(names, itemgetter(*names)(vars(config)), strict=True),
@@ -214,8 +114,8 @@ class RecurrentCache(Cache):
     @property
     def nbytes(self) -> int:
         """Return the size of all states in bytes; only attention's grows with the tokens seen."""
-        kept = self.get_memory()
-        return sum(s.numel() * s.element_size() for states in kept for s in states.values())
+        memory = self.get_memory()
+        return sum(s.numel() * s.element_size() for held in memory for s in held.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the states, without the graph that may have made them."""
@@ -230,123 +130,20 @@ class RecurrentCache(Cache):
         copied.set_states(self._snapshot())
         return copied
 
-    def _snapshot(self) -> list[dict[str, Tensor]]:
-        # some steps write into a state's own memory
-        return [{n: s.detach().clone() for n, s in held.items()} for held in self.get_states()]
-
     def reset(self) -> None:
         """Forget everything; the next token starts a new sequence."""
-        self.set_states([{} for _ in self.layers])
-        self.seen_tokens = 0
-        self.pending, self._recorded, self.adapter = None, [], None
-
-    def activate_past_recording(self) -> None:
-        """Take a snapshot before every call from now on, so that :meth:`crop` can roll it back.
-
-        transformers calls it for assisted decoding, which rolls back rejected tokens.
-        """
-        self.recording = True
-
-    def deactivate_past_recording(self) -> None:
-        """Take no more snapshots, and drop those taken so far."""
-        self.recording, self._recorded = False, []
-
-    def record(self, inputs: dict[str, Tensor] | None) -> Recorded | None:
-        """Return the snapshot that :meth:`advance` takes, so that a call can be rolled back.
-
-        Args:
-            inputs: What the call is about to read, as :class:`Recorded` keeps it.
-        """
-        return Recorded(self._snapshot(), inputs) if self.recording else None
-
-    def advance(self, tokens: int, recorded: Recorded | None) -> None:
-        """Count the tokens of a call, and keep what :meth:`record` returned before it."""
-        self._count(tokens)
-        if recorded is not None:
-            recorded.length = tokens
-            self._recorded.append(recorded)
-
-    def _count(self, tokens: int) -> None:
-        self.seen_tokens += tokens
-
-    @torch.no_grad()
-    def read_again(self, model: nn.Module) -> None:
-        """Bring the states to where a crop put the number of tokens; ``model`` reads what stays."""
-        pending, seen = self.pending, self.seen_tokens
-        if pending is None:
-            return
-        ids = pending.get("input_ids", pending.get("inputs_embeds"))
-        assert ids is not None
-        self.pending, self.seen_tokens = None, seen - ids.shape[1]
-        recording, self.recording = self.recording, False
-        try:
-            model(**pending, **{CACHE: self})
-        except BaseException:
-            self.pending, self.seen_tokens = pending, seen
-            raise
-        finally:
-            self.recording = recording
-
-    @property
-    def is_croppable(self) -> bool:
-        """Return whether what is read from now on can be rolled back."""
-        return self.recording
+        super().reset()
+        self.adapter = None
 
     def crop(self, max_length: int) -> None:
-        """Roll back tokens that were read while calls were recorded.
-
-        Whole calls are rolled back from their snapshots. Of a call that stays in part, the tokens
-        that stay are read again at the start of the next call.
-
-        Args:
-            max_length: Number of tokens to keep; if 0 or negative, minus the number to roll back.
-                Either way the snapshots taken so far are dropped.
-
-        Raises:
-            RuntimeError: They were read before :meth:`activate_past_recording`, are part of a call
-                with packed sequences, or were read before rows were reordered, selected or reset.
-        """
-        max_length = int(max_length)  # some versions of transformers pass a tensor
-        remove = -max_length if max_length <= 0 else max(self.seen_tokens - max_length, 0)
-        recorded = list(self._recorded)
-        if remove > sum(call.length for call in recorded):
-            raise RuntimeError(
-                "crop needs recorded calls: a recurrent state holds no earlier states; call "
-                "activate_past_recording before the tokens to roll back, or keep a copy.deepcopy "
-                "of the cache"
-            )
-        pending, back, left = self.pending, None, remove
-        while left > 0:
-            back = recorded.pop()
-            left -= back.length
-        if left and back is not None:
-            gone = back.length + left
-            if back.inputs is None:
-                raise RuntimeError(
-                    "crop must roll back a call with packed sequences, or with a mask or positions "
-                    "that are not [B, L], as a whole, got "
-                    f"{gone} of its {back.length} tokens to roll back"
-                )
-            # a mask may be longer, of all that the cache has seen
-            pending = {n: given[:, : given.shape[1] - gone] for n, given in back.inputs.items()}
-        if back is not None:
-            self.set_states(back.states)
-            self.pending = pending if left else None
-            self.seen_tokens -= remove
-            if not any(back.states):  # the next token starts a new sequence
-                self.adapter = None
-        self._recorded = []
-
-    def _settled(self) -> None:
-        if self.pending is not None:
-            raise RuntimeError(
-                "the cache was cropped into the middle of a call, so its states are recomputed in "
-                "the next call; run the model on the next tokens first"
-            )
+        """Roll back tokens, as :meth:`RollbackCache.crop` does."""
+        super().crop(max_length)
+        if not self.is_initialized:  # the next token starts a new sequence
+            self.adapter = None
 
     def _rows_change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the rows of every state; drop the snapshots, which are of the rows before."""
-        self._settled()
+        self._require_no_pending()
         self._recorded = []
         self.set_states([{n: change(s) for n, s in held.items()} for held in self.get_states()])
 
@@ -394,34 +191,10 @@ class RecurrentCache(Cache):
         notes: Mapping[str, str],
     ) -> None:
         """Write the state, other tensors and notes into one file, complete or not at all."""
-        self._settled()
-        tensors = {
-            f"{index}.{name}": state.detach().contiguous()
-            for index, states in enumerate(self.get_states())
-            for name, state in states.items()
-        }
-        metadata = {
-            "format": _FORMAT,
-            "owner": json.dumps(self.owner),
-            "states": json.dumps(sorted(tensors)),
-            "seen_tokens": str(self.seen_tokens),
-            **({} if self.adapter is None else {"adapter": self.adapter.digest()}),
-            **notes,
-        }
-        tensors |= {f"{_OTHER}{name}": tensor.contiguous() for name, tensor in others.items()}
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}.partial")
-        try:
-            partial.touch()
-            mode = partial.stat().st_mode
-            save_file(tensors, partial, metadata=metadata)
-            partial.chmod(mode)  # safetensors makes files that nobody else may read
-            with partial.open("rb") as written:  # on the disk before it has the name
-                os.fsync(written.fileno())
-            os.replace(partial, path)
-        except SafetensorError as error:
-            raise OSError(f"{path} cannot be written: {error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        self._require_no_pending()
+        began = None if self.adapter is None else self.adapter.digest()
+        states = dict(enumerate(self.get_states()))
+        write_states(path, StateFile(self.owner, states, self.seen_tokens, began, others, notes))
 
     @classmethod
     def read(
@@ -432,8 +205,8 @@ class RecurrentCache(Cache):
         *,
         adapter: Start | None = None,
         **options: Any,
-    ) -> tuple[Self, dict[str, Tensor], dict[str, str]]:
-        """Return state, other tensors and notes that :meth:`write` wrote.
+    ) -> tuple[Self, StateFile]:
+        """Return the cache that :meth:`write` wrote, and all that its file holds.
 
         Raises:
             ValueError: The file is not a saved state, is damaged, belongs to another model, or
@@ -441,60 +214,28 @@ class RecurrentCache(Cache):
             OSError: The file cannot be read.
         """
         cache = cls(config, **options)
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                # where a file's tensors begin, matrix libraries round otherwise: a copy is aligned
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except OSError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-        if metadata.get("format") != _FORMAT:
+        file = read_states(path, device)
+        owner, wanted = as_of_now(file.owner, cache.owner, type(config)), cache.owner
+        if owner != wanted:
             raise ValueError(
-                f"{path} is not a saved StateCache: its format must be {_FORMAT!r}, "
-                f"got {metadata.get('format')!r}"
+                f"{path} belongs to another model: {shortened(difference(owner, wanted))}"
             )
-        try:
-            owner, names = json.loads(metadata["owner"]), json.loads(metadata["states"])
-            seen = int(metadata["seen_tokens"])
-        except (KeyError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is a damaged StateCache: bad metadata {error}") from error
-        if owner != cache.owner:
+        has = None if adapter is None else adapter.digest()
+        if file.adapter != has:
+            way = "load the adapter" if file.adapter is not None else "remove the adapter"
             raise ValueError(
-                f"{path} belongs to another model: {shortened(difference(owner, cache.owner))}"
+                f"{path} holds a state that began from {start_named(file.adapter)}, and the model "
+                f"has {start_named(has)}; {way} first"
             )
-        began, has = metadata.get("adapter"), None if adapter is None else adapter.digest()
-        if began != has:
-            way = "load the adapter" if began is not None else "remove the adapter"
-            raise ValueError(
-                f"{path} holds a state that began from {_start(began)}, and the model has "
-                f"{_start(has)}; {way} first"
-            )
-        others = {n.removeprefix(_OTHER): t for n, t in tensors.items() if n.startswith(_OTHER)}
-        states = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OTHER)}
-        if sorted(states) != names:
-            raise ValueError(
-                f"{path} is a damaged StateCache: it holds {sorted(states)} of {names}"
-            )
-        held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
-        for name, state in states.items():
-            index, _, state_name = name.partition(".")
-            if not (index.isdecimal() and int(index) < len(held) and state_name):
-                raise ValueError(f"{path} is a damaged StateCache: it holds a state {name!r}")
-            held[int(index)][state_name] = state
-        rows = {tuple(state.shape[:1]) for state in states.values()}
-        if len(rows) > 1 or () in rows or seen < 0:
-            raise ValueError(
-                f"{path} is a damaged StateCache: each state must have a row a sequence, "
-                f"got {sorted(rows)} rows after {seen} tokens"
-            )
+        held = [file.states.get(index, {}) for index in range(len(cache.layers))]
+        if missing := sorted(file.states.keys() - {*range(len(held))}):
+            raise damaged(path, f"it holds a state of layer {missing[0]}")
         try:
             cache.set_states(held)
         except ValueError as error:
-            raise ValueError(f"{path} is a damaged StateCache: {error}") from error
-        cache.seen_tokens, cache.adapter = seen, adapter
-        return cache, others, metadata
+            raise damaged(path, error) from error
+        cache.seen_tokens, cache.adapter = file.seen_tokens, adapter
+        return cache, file
 
 
 class StateCache(RecurrentCache):
@@ -564,7 +305,7 @@ class StateCache(RecurrentCache):
     def before(
         self,
         inputs_embeds: Tensor,
-        packing: PackedRow | None,
+        packing: Sequences | None,
         token_inputs: Mapping[str, Tensor],
     ) -> Recorded | None:
         """Return what :meth:`record` returns for a call.
@@ -632,33 +373,19 @@ def check_kind(cache: object, kind: type[RecurrentCache] = StateCache) -> None:
         )
 
 
-def reader_of(model: Any) -> Any:
-    """Return what a language model's tokens are read by, which makes its caches: its backbone.
+def backbone_of(model: Any) -> Any:
+    """Return the backbone of a language model, which makes its caches.
 
     Raises:
         ValueError: It has none that we know.
     """
-    reader = getattr(model, "prompt_reader", None)
-    if reader is None:
+    backbone = getattr(model, "recurrent_backbone", None)
+    if backbone is None:
         raise ValueError(
             "model must be a language model of the zoo, or one of transformers' recurrent models "
             f"after ssmzoo.accelerate(model), got {type(model).__name__}"
         )
-    return reader
-
-
-def require_same_start(began: Start | None, adapter: Start | None) -> None:
-    """Check that a cache's states began where a model with this state adapter begins.
-
-    Raises:
-        ValueError: They began elsewhere.
-    """
-    made, has = (None if given is None else given.digest() for given in (began, adapter))
-    if made != has:
-        raise ValueError(
-            f"cache began from {_start(made)}, and this model has {_start(has)}; "
-            "read the prompt again"
-        )
+    return backbone
 
 
 def refuse_reentrant_checkpointing(layers: Iterable[nn.Module]) -> None:
@@ -688,37 +415,3 @@ def refuse_pieces() -> NoReturn:
         "sequence parallelism lets every row start from zeros, and this model starts from a state "
         "adapter; remove one of the two"
     )
-
-
-def _start(digest: str | None) -> str:
-    return "no state adapter" if digest is None else f"the state adapter {digest[:12]}"
-
-
-# fields that change neither what a state means nor its shape
-_STATELESS = frozenset(
-    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "pooling"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id"}
-    | {"dropout", "embedding_dropout", "tie_dropout", "attention_dropout", "hidden_dropout"}
-    | {"drop_path_rate", "classifier_bias", "residual_in_fp32"}
-)
-
-
-def difference(before: Any, now: Mapping[str, Any]) -> str:
-    """Return in words what two signatures do not share; of two families, their names."""
-    if not isinstance(before, dict):  # of a file
-        return f"made for {before!r}, got {now}"
-    shared = before.keys() & now.keys()
-    names = [x for x in {**before, **now} if x not in shared or before[x] != now[x]]
-    if "model_type" in names:
-        names = ["model_type"]
-    made, got = (
-        ", ".join(f"{name} = {fields.get(name)!r}" for name in names) for fields in (before, now)
-    )
-    return f"made for {made}, got {got}"
-
-
-@functools.cache
-def own_fields(kind: type[PreTrainedConfig]) -> tuple[str, ...]:
-    """Return the fields of a configuration that a state's meaning or shape may depend on."""
-    general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STATELESS
-    return tuple(field.name for field in dataclasses.fields(kind) if field.name not in general)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, NoReturn
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,17 +16,12 @@ from transformers.utils import logging
 
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.cache import RecurrentCache, StateCache, check_kind
-from ssmzoo.modeling.compat import (
-    CACHE,
-    CausalLMOutputWithPast,
-    one_cache,
-    renamed_cache,
-)
+from ssmzoo.modeling.compat import CACHE, CausalLMOutputWithPast, renamed_cache
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.inputs import named_indices
+from ssmzoo.modeling.head import SSMHead, names_inputs
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import PackedRow, without_holes
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.losses import next_token_loss
+from ssmzoo.modeling.packing import without_holes
 from ssmzoo.modeling.prompt import PromptState, prefill
 from ssmzoo.modeling.sequence_parallel import SequenceParallelCache, require_shifted
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -37,12 +34,12 @@ _STEP_ARGUMENTS = frozenset(
 )
 
 
-class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
-    """A backbone and a language-model head. A family's subclass names its ``model_class``."""
+class SSMForCausalLM(SSMHead, GenerationMixin):
+    """A backbone and a language-model head."""
 
-    model_class: type[SSMModel]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
+    accepts_loss_kwargs = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Tell Trainer, which shifts smoothed labels only for the classes that it knows by name."""
@@ -51,7 +48,6 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(cls.config_class.model_type, cls.__name__)
 
     def __init__(self, config: SSMConfig) -> None:
-        super().__init__(config)
         takes = "continuous values" if config.image_size is None else "images"
         if config.input_channels is not None or config.image_size is not None or not config.causal:
             why = "is bidirectional" if not config.causal else f"takes {takes}"
@@ -59,14 +55,14 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
                 f"{type(self).__name__} predicts the next token, but its configuration "
                 f"{why}; use a classification head, or change the configuration"
             )
-        self.model = self.model_class(config)
+        super().__init__(config)
         self.vocab_size = config.vocab_size
         self.lm_head = self.make_head(config)
         self.post_init()
 
     @property
-    def prompt_reader(self) -> SSMModel:
-        """What reads a prompt: the backbone."""
+    def recurrent_backbone(self) -> SSMModel:
+        """The module that reads tokens and makes caches."""
         return self.model
 
     def make_head(self, config: Any) -> nn.Module:
@@ -76,126 +72,64 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         """
         return Linear(config.hidden_size, config.vocab_size, bias=False)
 
+    @names_inputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: StateCache | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        cu_seqlens: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        past_key_values: StateCache | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
 
         Args:
-            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
-            attention_mask: See there.
-            position_ids: See there.
-            cache: See there.
-            inputs_embeds: See there.
+            input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
+            attention_mask: 1 for tokens, 0 for padding.
             labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not
                 count, and no token is predicted across the boundary of packed sequences.
-            use_cache: See there.
-            output_hidden_states: See there.
-            return_dict: See there.
+            return_dict: Return an output object (default) or a tuple.
             logits_to_keep: Only the last so many positions get logits (0: all), or these indices.
-            cu_seqlens: See there.
-            cu_seq_lens_q: See there.
-            seq_idx: See there.
-            past_key_values: See there.
-            **kwargs: For the loss: ``shift_labels [B, L]``, the token after each position, or -100,
-                taken as they are in place of ``labels``; and ``num_items_in_batch``, all that
-                Trainer counts in a step, of which this call's share of first tokens that nothing
-                predicts is taken off: exact where all calls of the step have the same share.
+            **inputs: Other arguments of :meth:`SSMModel.forward`. For the loss
+                ``shift_labels [B, L]``, the token after each position, or -100, taken as they are
+                in place of ``labels``; and ``num_items_in_batch``, all that Trainer counts in a
+                step, of which this call's share of first tokens that nothing predicts is taken
+                off: exact where all calls of the step have the same share.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.
         """
-        if past_key_values is not None:
-            cache = one_cache(cache, past_key_values)
-        items = kwargs.get("num_items_in_batch")
-        loss_kwargs = {} if items is None else {"num_items_in_batch": items}
+        inputs["input_ids"] = input_ids
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask
+        items = inputs.pop("num_items_in_batch", None)
         # not in the signature: Trainer takes the loss of an evaluated batch only if it holds every
         # argument with "label" in its name
-        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
-        if isinstance(cache, SequenceParallelCache):
-            require_shifted(labels, shift_labels)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        packing = self.model.find_packing(
-            (input_ids, inputs_embeds),
-            cache,
-            attention_mask,
-            position_ids,
-            seq_idx,
-            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
-        )
-        passed: dict[str, Any] = {CACHE: cache}  # as a family that overrides this expects it
-        outputs = self.model(
-            input_ids,
-            **passed,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            packing=packing,
-            **kwargs,
-        )
+        shift_labels: Tensor | None = inputs.pop("shift_labels", None)
+        if labels is not None and shift_labels is None:
+            renamed_cache(inputs)
+            if isinstance(inputs.get(CACHE), SequenceParallelCache):
+                require_shifted(labels, shift_labels)
+        outputs, packing = self.read(inputs)
         hidden_states = outputs.last_hidden_state
         if not isinstance(logits_to_keep, int):
             hidden_states = hidden_states[:, logits_to_keep]
         elif logits_to_keep:
             hidden_states = hidden_states[:, -logits_to_keep:]
         logits = self.lm_head(hidden_states)
-        loss = read = None
-        logits_read = logits
-        for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
-            if targets is None:
-                continue
-            if targets.dim() != 2:
-                raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
-            if logits.shape[1] != targets.shape[1]:
-                if isinstance(logits_to_keep, int) and not logits_to_keep:
-                    wanted, got = list(logits.shape[:2]), list(targets.shape)
-                    raise ValueError(f"{name} must have shape [B, L] = {wanted}, got {got}")
-                raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
-        if shift_labels is not None:
-            read = "shift_labels", shift_labels
-        elif labels is not None:
-            given = labels
-            if packing and packing.order is not None:  # nothing stands between a row's tokens
-                logits_read, labels = (packing.flat(x).view_as(x) for x in (logits, labels))
-            labels = _without_first_tokens(labels, packing)
-            read = "labels", labels[:, 1:]
-            if items is not None and labels is not given:  # Trainer counted first tokens, too
-                counted, left = ((x[:, 1:] != -100).sum().clamp(min=1) for x in (given, labels))
-                loss_kwargs["num_items_in_batch"] = items * left / counted
-        if read is not None:
-            with named_indices(*read, logits.shape[-1], ignored=-100):
-                loss = self.loss_function(
-                    logits=logits_read,
-                    labels=labels,
-                    vocab_size=self.config.vocab_size,
-                    shift_labels=shift_labels,
-                    **loss_kwargs,
-                )
+        loss = None
+        if labels is not None or shift_labels is not None:
+            every = isinstance(logits_to_keep, int) and not logits_to_keep
+            for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
+                if targets is not None:
+                    _check_targets(name, targets, logits, every)
+            loss = next_token_loss(self, logits, labels, shift_labels, packing, items)
         kept: dict[str, Any] = {CACHE: getattr(outputs, CACHE)}
-        output = CausalLMOutputWithPast(
-            **kept,
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
+        return self.answer(
+            CausalLMOutputWithPast, outputs, return_dict, loss=loss, logits=logits, **kept
         )
-        return output if return_dict else output.to_tuple()
 
     def prefill(
         self,
@@ -336,26 +270,20 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
 
         However it ends, the configuration is as it was, and the state records no more.
         """
-        given = kwargs.get(CACHE)
-        length = prompt_length(generation_config, kwargs)
         generation_config.cache_implementation = None  # transformers refuses its own static caches
-        if given is not None and given.seen_tokens and length == input_ids.shape[1]:
-            given.input_holds_seen = True  # candidates are added before its next input is prepared
         layers = self.config.num_hidden_layers
         if len(self.model.layers) == layers:  # of which fewer may be asked to propose
             self.model.layers_built = layers
-        decode = super()._assisted_decoding  # pyright: ignore[reportAttributeAccessIssue]
+        decode = functools.partial(
+            super()._assisted_decoding,  # pyright: ignore[reportAttributeAccessIssue]
+            *(input_ids, *args),
+            generation_config=generation_config,
+            **kwargs,
+        )
         try:
-            output = decode(input_ids, *args, generation_config=generation_config, **kwargs)
+            return decode_assisted(decode, self.model, input_ids, generation_config, kwargs)
         finally:
             self.config.num_hidden_layers = layers
-            if given is not None:
-                given.input_holds_seen = False
-                given.deactivate_past_recording()
-        assert given is not None  # transformers refuses to speculate without
-        if generation_config.return_dict_in_generate or getattr(given, "_is_user_defined", False):
-            given.read_again(self.model)  # it outlives the call, and may be saved or get other rows
-        return output
 
     def _prepare_cache_for_generation(
         self,
@@ -402,13 +330,45 @@ class SSMForCausalLM(SSMPreTrainedModel, GenerationMixin):
         return StaticStateCache(self.config)
 
 
-def prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+def prompt_length(generation_config: Any, model_kwargs: Mapping[str, Any]) -> int | None:
     """Return how many tokens a prompt has, also where only those behind a given state came.
 
     ``generate`` drops a mask that is all ones and keeps its length.
     """
     mask = model_kwargs.get("attention_mask")
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def decode_assisted(
+    decode: Callable[[], Any],
+    backbone: nn.Module,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: Mapping[str, Any],
+) -> Any:
+    """Run transformers' assisted decoding, which takes proposed tokens back from the cache.
+
+    Args:
+        decode: Runs it.
+        backbone: The module that reads again what stays of the last proposals.
+        input_ids: What it goes on from.
+        generation_config: The settings of ``generate``.
+        model_kwargs: The arguments of the model's calls, with the cache as :data:`CACHE`.
+    """
+    cache: Any = model_kwargs.get(CACHE)
+    if cache is None:
+        return decode()  # transformers refuses it
+    length = prompt_length(generation_config, model_kwargs)
+    # transformers forgets what a given state has seen when it adds candidates to the first call
+    cache.input_holds_seen = bool(cache.seen_tokens) and length == input_ids.shape[1]
+    try:
+        output = decode()
+    finally:
+        cache.input_holds_seen = False
+        cache.deactivate_past_recording()
+    if generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+        cache.read_again(backbone)  # it outlives the call, and may be saved or get other rows
+    return output
 
 
 def given_state(
@@ -442,12 +402,12 @@ def given_state(
     return given
 
 
-def _without_first_tokens(labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:
-    """Take the first token of every sequence out of the loss: nothing predicts it."""
-    if not packing:
-        return labels
-    chosen = slice(-1) if packing.rows is None else packing.rows
-    starts = packing.offsets[chosen]
-    # one place more, because an empty last sequence starts behind the row's end
-    longer = nn.functional.pad(labels.flatten(), (0, 1))
-    return longer.index_fill(0, starts, -100)[:-1].view_as(labels)
+def _check_targets(name: str, targets: Tensor, logits: Tensor, every: bool) -> None:
+    """Fail unless there is a target for each position, of which all have logits."""
+    if targets.dim() != 2:
+        raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
+    if logits.shape[1] != targets.shape[1]:
+        if not every:
+            raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
+        wanted, got = list(logits.shape[:2]), list(targets.shape)
+        raise ValueError(f"{name} must have shape [B, L] = {wanted}, got {got}")

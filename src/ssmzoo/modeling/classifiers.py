@@ -7,7 +7,7 @@ Those of images take pixels. Every other head takes token ids, embeddings or, wi
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,67 +18,47 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from ssmzoo.modeling.backbone import SSMModel, refuse_cache, refuse_unknown
-from ssmzoo.modeling.cache import StateCache
-from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, one_cache
+from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, renamed_cache
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.inputs import given_inputs, named_indices
+from ssmzoo.modeling.head import SSMHead, names_inputs
+from ssmzoo.modeling.inputs import given_input, refuse_cache, refuse_unknown
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.packing import PackedRow, without_holes
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.losses import (
+    cross_entropy,
+    loss_of_classes,
+    squared_error,
+    without_padding,
+)
+from ssmzoo.modeling.packing import Sequences, without_holes
 
 
-def squared_error(found: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean squared error where it counts, 0 where none does."""
-    exact = torch.promote_types(torch.float32, found.dtype)  # of whose sums float16 has no numbers
-    counts = counts.expand_as(found)
-    error = torch.where(counts, found.to(exact) - wanted.nan_to_num().to(exact), 0)
-    return error.square().sum() / counts.sum().clamp(min=1)
-
-
-class _LinearClassifier(SSMPreTrainedModel):
+class _LinearClassifier(SSMHead):
     """A backbone and a linear map."""
-
-    model_class: type[SSMModel]
-    # the loss is a batch's mean, so a Trainer that accumulates has to divide
-    accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         self.num_labels = cast(int, config.num_labels)
-        self.model = self.model_class(config)
         self.score = Linear(config.hidden_size, self.num_labels, bias=config.classifier_bias)
         self.post_init()
 
 
 class SSMForSequenceClassification(_LinearClassifier):
-    """A backbone and a linear map of each sequence's last token or, ``pooling="mean"``, its mean.
-
-    A subclass names its ``model_class``.
-    """
+    """A backbone and a linear map of a sequence's last token or, ``pooling="mean"``, its mean."""
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
         # transformers would guess by the class's name
         self.loss_type = "ForSequenceClassification"
 
+    @names_inputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: StateCache | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        input_values: Tensor | None = None,
-        past_key_values: StateCache | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Classify each sequence.
 
@@ -87,166 +67,84 @@ class SSMForSequenceClassification(_LinearClassifier):
         ids; of the first part of a sequence that may end in that id, a mask must say so.
 
         Args:
-            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
-            attention_mask: See there.
-            position_ids: See there.
-            cache: See there.
-            inputs_embeds: See there.
+            input_ids: Token ids ``[B, L]``; or give ``inputs_embeds`` or ``input_values``.
+            attention_mask: 1 for tokens, 0 for padding.
             labels: ``[B]`` classes or, for regression, values; ``[S]`` for packed sequences.
-            use_cache: See there.
-            output_hidden_states: See there.
-            return_dict: See there.
-            cu_seqlens: See there.
-            cu_seq_lens_q: See there.
-            seq_idx: See there.
-            input_values: See there.
-            past_key_values: See there.
-            **kwargs: See there.
+            return_dict: Return an output object (default) or a tuple.
+            **inputs: Other arguments of :meth:`SSMModel.forward`.
 
         Returns:
             ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``cache``.
         """
-        if past_key_values is not None:
-            cache = one_cache(cache, past_key_values)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        if self.config.pooling == "mean" and cache is not None:
+        renamed_cache(inputs)
+        if self.config.pooling == "mean" and inputs.get(CACHE) is not None:
             raise ValueError('pooling="mean" needs the whole sequence in one call, got a cache')
-        cu_seqlens = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         # positions say where sequences begin, not where they end
-        open_ended = attention_mask is None and seq_idx is None and cu_seqlens is None
-        if open_ended and input_ids is not None and cache is None:
+        names = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", CACHE)
+        open_ended = attention_mask is None and all(inputs.get(x) is None for x in names)
+        if open_ended and input_ids is not None:
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
-        packing = self.model.find_packing(
-            (input_ids, inputs_embeds, input_values),
-            cache,
-            attention_mask,
-            position_ids,
-            seq_idx,
-            cu_seqlens,
-        )
-        passed: dict[str, Any] = {CACHE: cache}  # as a family that overrides this expects it
-        outputs = self.model(
-            input_ids,
-            **passed,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            input_values=input_values,
-            packing=packing,
-            **kwargs,
-        )
+        inputs["input_ids"] = input_ids
+        if attention_mask is not None:
+            inputs["attention_mask"] = attention_mask
+        outputs, packing = self.read(inputs)
         logits = self.score(pool(outputs.last_hidden_state, packing, self.config.pooling))
-        loss = None
-        if labels is not None:
-            loss = _loss_of_classes(self, logits, labels)
+        loss = None if labels is None else loss_of_classes(self, logits, labels)
         kept: dict[str, Any] = {CACHE: getattr(outputs, CACHE)}
-        output = SequenceClassifierOutputWithPast(
-            **kept,
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-        )
-        return output if return_dict else output.to_tuple()
+        kind = SequenceClassifierOutputWithPast
+        return self.answer(kind, outputs, return_dict, loss=loss, logits=logits, **kept)
 
 
 class SSMForTokenClassification(_LinearClassifier):
-    """A backbone and a linear map of every token's output. A subclass names its ``model_class``."""
+    """A backbone and a linear map of every token's output."""
 
+    @names_inputs
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        input_values: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
         """Classify each token; labels are not shifted.
 
         Args:
-            input_ids: See :meth:`SSMModel.forward`, as for all arguments not named here.
-            attention_mask: See there.
-            position_ids: See there.
-            inputs_embeds: See there.
+            input_ids: Token ids ``[B, L]``; or give ``inputs_embeds`` or ``input_values``.
+            attention_mask: 1 for tokens, 0 for padding.
             labels: ``[B, L]`` classes, -100 does not count; for regression values ``[B, L]`` or
                 ``[B, L, num_labels]``, where nan does not count.
-            output_hidden_states: See there.
-            return_dict: See there.
-            cu_seqlens: See there.
-            cu_seq_lens_q: See there.
-            seq_idx: See there.
-            input_values: See there.
-            **kwargs: See there.
+            return_dict: Return an output object (default) or a tuple.
+            **inputs: Other arguments of :meth:`SSMModel.forward`, but no cache.
 
         Returns:
             ``loss`` (mean cross-entropy in nats, or mean squared error) and
             ``logits [B, L, num_labels]``.
         """
-        refuse_cache(kwargs)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        packing = self.model.find_packing(
-            (input_ids, inputs_embeds, input_values),
-            None,
-            attention_mask,
-            position_ids,
-            seq_idx,
-            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
-        )
-        outputs = self.model(
-            input_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            input_values=input_values,
-            packing=packing,
-            **kwargs,
-        )
+        refuse_cache(inputs)
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        outputs, packing = self.read(inputs)
         logits = self.score(outputs.last_hidden_state)
         loss = None if labels is None else self._loss(logits, labels, packing)
-        output = TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states
-        )
-        return output if return_dict else output.to_tuple()
+        return self.answer(TokenClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
-    def _loss(self, logits: Tensor, labels: Tensor, packing: PackedRow | Literal[False]) -> Tensor:
-        real = packing.mask(len(logits)) if packing else None
-        if self.config.problem_type != "regression":
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"labels must have shape [B, L] = {list(logits.shape[:2])}, "
-                    f"got {list(labels.shape)}"
-                )
-            if real is not None:
-                labels = labels.masked_fill(~real.view_as(labels), -100)
-            with named_indices("labels", labels, self.num_labels, ignored=-100):
-                return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-        if labels.dim() == 2 and self.num_labels == 1:
-            labels = labels.unsqueeze(2)
-        if labels.shape != logits.shape:
-            raise ValueError(
-                f"labels must have shape {list(logits.shape)}, got {list(labels.shape)}"
-            )
-        counts = ~labels.isnan()
-        if real is not None:
-            counts = counts & real.view(*labels.shape[:2], 1)
-        return squared_error(logits, labels, counts)
+    def _loss(self, logits: Tensor, labels: Tensor, packing: Sequences | None) -> Tensor:
+        shape, regression = logits.shape[:2], self.config.problem_type == "regression"
+        if regression:
+            labels = labels.to(torch.promote_types(torch.float32, labels.dtype))
+            if labels.dim() == 2 and self.num_labels == 1:
+                labels = labels.unsqueeze(2)
+            shape = logits.shape
+        if labels.shape != shape:
+            wanted = f"{'' if regression else '[B, L] = '}{list(shape)}"
+            raise ValueError(f"labels must have shape {wanted}, got {list(labels.shape)}")
+        labels = without_padding(labels, packing)
+        return squared_error(logits, labels) if regression else cross_entropy(logits, labels)
 
 
 class SSMForImageClassification(_LinearClassifier):
-    """A backbone of patches and a linear map of the class token or, ``pooling="mean"``, the mean.
-
-    A subclass names its ``model_class``.
-    """
+    """A backbone of patches and a linear map of the class token, or the mean (``pooling``)."""
 
     main_input_name = "pixel_values"
 
@@ -295,40 +193,23 @@ class SSMForImageClassification(_LinearClassifier):
                 do not have, such as a mask.
         """
         refuse_unknown(kwargs, SSMForImageClassification.forward)
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        outputs = self.model(
-            pixel_values=pixel_values,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
+        asked = {"use_cache": False, "output_hidden_states": output_hidden_states}
+        outputs = self.model(pixel_values=pixel_values, return_dict=True, **asked)
         hidden = outputs.last_hidden_state
         if self.config.pooling == "mean":
             pooled = hidden.mean(dim=1)
         else:
             pooled = hidden[:, self.model.embed_images.class_position]
         logits = self.score(pooled)
-        loss = None
-        if labels is not None:
-            with named_indices("labels", labels, self.num_labels, ignored=-100):
-                loss = F.cross_entropy(logits.float(), labels)
-        output = ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states
-        )
-        return output if return_dict else output.to_tuple()
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return self.answer(ImageClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
 
-class SSMForPairClassification(SSMPreTrainedModel):
+class SSMForPairClassification(SSMHead):
     """Two documents through one backbone, and a classifier of what they have to do with each other.
 
     Their pooled outputs ``a`` and ``b`` become ``[a, b, a - b, a * b]``, then Linear, GELU, Linear.
-    A subclass names its ``model_class``.
     """
-
-    model_class: type[SSMModel]
-    # the loss is a batch's mean, so a Trainer that accumulates has to divide
-    accepts_loss_kwargs = False
 
     def __init__(self, config: SSMConfig) -> None:
         _refuse_token_inputs(type(self).__name__, config)
@@ -336,7 +217,6 @@ class SSMForPairClassification(SSMPreTrainedModel):
         # transformers would guess by the class's name, and has no pairs
         self.loss_type = "ForSequenceClassification"
         self.num_labels = cast(int, config.num_labels)
-        self.model = self.model_class(config)
         self.compare = Linear(4 * config.hidden_size, config.hidden_size)
         self.score = Linear(config.hidden_size, self.num_labels)
         self.post_init()
@@ -351,7 +231,7 @@ class SSMForPairClassification(SSMPreTrainedModel):
         return_dict: bool | None = None,
         input_values: Tensor | None = None,
         pair_input_values: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Classify pairs of documents; the two of a pair may differ in length.
 
@@ -365,7 +245,7 @@ class SSMForPairClassification(SSMPreTrainedModel):
             return_dict: Return an output object (default) or a tuple.
             input_values: Continuous first documents ``[B, L1, C]`` instead.
             pair_input_values: The second ones.
-            **kwargs: As for :meth:`SSMModel.forward`, but no packed sequences.
+            **inputs: As for :meth:`SSMModel.forward`, but no packed sequences.
 
         Returns:
             ``loss``, ``logits [B, num_labels]`` and, if asked for, ``hidden_states [2 * B, L, D]``,
@@ -374,46 +254,34 @@ class SSMForPairClassification(SSMPreTrainedModel):
         Raises:
             TypeError: An argument that pairs do not have.
         """
-        refuse_cache(kwargs)
-        _refuse_packing(kwargs)
-        if return_dict is None:
-            return_dict = self.config.return_dict
+        refuse_cache(inputs)
+        _refuse_packing(inputs)
         name = "input_ids" if input_values is None else "input_values"
-        documents, masks = [], []
-        for own, values, mask in (
-            (input_ids, input_values, attention_mask),
-            (pair_input_ids, pair_input_values, pair_attention_mask),
-        ):
-            document = given_inputs(own, None, values)
-            if mask is None and own is not None:
-                mask = _mask_of_padding(own, self.config.pad_token_id)
-            if mask is None:
-                mask = document.new_ones(document.shape[:2], dtype=torch.long)
-            documents.append(document)
-            masks.append(mask)
-        first, second = documents
+        first, mask = self._document(input_ids, input_values, attention_mask)
+        second, second_mask = self._document(pair_input_ids, pair_input_values, pair_attention_mask)
         if first.shape[0] != second.shape[0] or first.dtype != second.dtype:
             raise ValueError(
                 f"pair_{name} must have the dtype and batch size of {name}, {first.dtype} and "
                 f"{len(first)}, got {second.dtype} and {len(second)}"
             )
-        length = max(first.shape[1], second.shape[1])
         # one batch of both, so that a batch norm sees what it would see of single documents
-        both = torch.cat([_lengthened(x, length) for x in documents])
-        mask = torch.cat([_lengthened(x, length) for x in masks])
-        packing = self.model.find_packing((both,), None, mask, None, None, None)
-        outputs = self.model(
-            **{name: both}, use_cache=False, return_dict=True, packing=packing, **kwargs
-        )
+        both = {name: _stacked(first, second), "attention_mask": _stacked(mask, second_mask)}
+        outputs, packing = self.read({**inputs, **both, "use_cache": False})
         a, b = pool(outputs.last_hidden_state, packing, self.config.pooling).chunk(2)
         logits = self.score(F.gelu(self.compare(torch.cat([a, b, a - b, a * b], dim=1))))
-        loss = None
-        if labels is not None:
-            loss = _loss_of_classes(self, logits, labels)
-        output = SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states
-        )
-        return output if return_dict else output.to_tuple()
+        loss = None if labels is None else loss_of_classes(self, logits, labels)
+        return self.answer(SequenceClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
+
+    def _document(
+        self, ids: Tensor | None, values: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return one side of the pairs and its mask, which padding says if nobody else does."""
+        document = given_input({"input_ids": ids, "input_values": values})
+        if mask is None and ids is not None:
+            mask = _mask_of_padding(ids, self.config.pad_token_id)
+        if mask is None:
+            mask = document.new_ones(document.shape[:2], dtype=torch.long)
+        return document, mask
 
 
 def _refuse_token_inputs(name: str, config: SSMConfig) -> None:
@@ -435,19 +303,12 @@ def _refuse_packing(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    with named_indices("labels", labels, logits.shape[-1], ignored=-100):
-        return model.loss_function(
-            logits=logits, labels=labels, pooled_logits=logits, config=model.config
-        )
-
-
-def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: str) -> Tensor:
+def pool(hidden_states: Tensor, packing: Sequences | None, pooling: str) -> Tensor:
     """Return one vector a sequence: the output at its last token, or the mean over its tokens.
 
     Args:
         hidden_states: ``[B, L, D]``.
-        packing: Where the sequences lie; False: every row is one.
+        packing: Where the sequences lie; None: every row is one.
         pooling: ``"last"`` or ``"mean"``.
 
     Returns:
@@ -456,7 +317,7 @@ def pool(hidden_states: Tensor, packing: PackedRow | Literal[False], pooling: st
     Raises:
         ValueError: A sequence without tokens.
     """
-    if not packing:
+    if packing is None:
         return hidden_states[:, -1] if pooling == "last" else hidden_states.mean(dim=1)
     if packing.order is not None:
         hidden_states = packing.flat(hidden_states).view_as(hidden_states)
@@ -491,10 +352,14 @@ def _mask_of_padding(input_ids: Tensor, pad: int | None) -> Tensor | None:
     return without_holes((input_ids != pad).long())
 
 
-def _lengthened(x: Tensor, length: int) -> Tensor:
-    """Put zeros behind ``[B, L, ...]``; as token ids they are read but never counted."""
-    missing = x.new_zeros(x.shape[0], length - x.shape[1], *x.shape[2:])
-    return torch.cat([x, missing], dim=1)
+def _stacked(first: Tensor, second: Tensor) -> Tensor:
+    """Return both as one batch of ``[2 * B, L, ...]``, the shorter with zeros behind it.
+
+    As token ids these are read but never counted.
+    """
+    length = max(first.shape[1], second.shape[1])
+    missing = [x.new_zeros(len(x), length - x.shape[1], *x.shape[2:]) for x in (first, second)]
+    return torch.cat([torch.cat([first, missing[0]], 1), torch.cat([second, missing[1]], 1)])
 
 
 __all__ = [

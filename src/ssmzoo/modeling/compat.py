@@ -22,6 +22,7 @@ _FIELDS = {field.name for field in fields(modeling_outputs.CausalLMOutputWithPas
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"  # of an attention model
 MIXER_CACHE = "cache" if CACHE == "cache" else "cache_params"  # of a recurrent layer
 CACHES = ("cache", "past_key_values", "cache_params")
+OTHER_NAMES = frozenset(CACHES) - {CACHE}
 
 if TYPE_CHECKING or CACHE == "cache":
     BaseModelOutputWithPast = modeling_outputs.BaseModelOutputWithPast

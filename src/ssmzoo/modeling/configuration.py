@@ -15,6 +15,11 @@ from ssmzoo.checkpoints.loader import AUTO_MAP, write_loader
 from ssmzoo.environment.messages import suggestion
 
 _LOGGER = logging.getLogger("ssmzoo")
+_STATELESS = "stateless"  # in a field's metadata
+_STOCK_STATELESS = frozenset(
+    {"vocab_size", "initializer_range", "tie_word_embeddings", "use_cache", "residual_in_fp32"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "hidden_dropout"}
+)
 
 # what transformers itself writes into config.json, or takes out of the keywords, besides its fields
 _TRANSFORMERS_KEYS = frozenset(
@@ -31,6 +36,26 @@ _TRANSFORMERS_KEYS = frozenset(
         "transformers_version",
     }
 )
+
+
+def stateless(default: Any) -> Any:
+    """Return a field that changes neither what a state means nor its shape.
+
+    Caches and state adapters fit models whose other fields agree. A field that is not marked counts
+    among these, and a file from before it was there has its default.
+    """
+    return dataclasses.field(default=default, metadata={_STATELESS: True})
+
+
+def state_fields(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return a configuration's fields that a state may depend on, with their defaults.
+
+    Of transformers' own configurations those of dropout, for example, are known by their names.
+    """
+    general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STOCK_STATELESS
+    for base in filter(dataclasses.is_dataclass, kind.__mro__):  # a family may give another default
+        general |= {f.name for f in dataclasses.fields(base) if _STATELESS in f.metadata}
+    return {f.name: f.default for f in dataclasses.fields(kind) if f.name not in general}
 
 
 @strict
@@ -79,7 +104,7 @@ class SSMConfig(PreTrainedConfig):
         "layer_norm_epsilon": "rms_norm_eps",
     }
 
-    vocab_size: int = 50304
+    vocab_size: int = stateless(50304)
     hidden_size: int = 768
     num_hidden_layers: int = 24
     rms_norm_eps: float | int = 1e-5
@@ -88,24 +113,24 @@ class SSMConfig(PreTrainedConfig):
     residual: bool = True
     intermediate_size: int | None = None
     mlp_type: Literal["gelu", "swiglu"] = "gelu"
-    dropout: float | int = 0.0
-    embedding_dropout: float | int = 0.0
-    tie_dropout: bool = False
+    dropout: float | int = stateless(0.0)
+    embedding_dropout: float | int = stateless(0.0)
+    tie_dropout: bool = stateless(False)
     input_channels: int | None = None
     image_size: int | None = None
     patch_size: int = 16
     num_channels: int = 3
     directions: Literal["forward", "both-shared", "both-separate"] = "forward"
-    drop_path_rate: float | int = 0.0
-    pooling: Literal["last", "mean"] = "last"
-    classifier_bias: bool = False
-    residual_in_fp32: bool = True
-    initializer_range: float | int = 0.02
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
+    drop_path_rate: float | int = stateless(0.0)
+    pooling: Literal["last", "mean"] = stateless("last")
+    classifier_bias: bool = stateless(False)
+    residual_in_fp32: bool = stateless(True)
+    initializer_range: float | int = stateless(0.02)
+    tie_word_embeddings: bool = stateless(True)
+    use_cache: bool = stateless(True)
+    pad_token_id: int | None = stateless(None)
+    bos_token_id: int | None = stateless(None)
+    eos_token_id: int | list[int] | None = stateless(None)
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Refuse unknown fields, let transformers take its own, complete and check the rest.

@@ -13,7 +13,7 @@ from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.dispatch import is_traced
 
 if TYPE_CHECKING:
-    from ssmzoo.modeling.cache import LayerState
+    from ssmzoo.modeling.layer_state import LayerState
 
 T = TypeVar("T")
 _constant = False  # no context variable: torch.compile traces `get`
@@ -76,7 +76,7 @@ class DerivedValue(Generic[T]):
                 same = p._version == version and p.data_ptr() == seen.data_ptr()
                 fits = same and p.dtype == seen.dtype
             count += 1
-        if not count:  # whoever made them plain attributes gives others at every call
+        if not count:  # as plain attributes they may be others at every call
             return make()
         if not fits or count < len(self._seen) or self._value is None:
             self.forget()
@@ -97,7 +97,7 @@ class DerivedValue(Generic[T]):
     def refresh(self, hidden_states: Tensor, state: LayerState) -> None:
         """Drop the value if the parameters' numbers, or the code, are not what it was made from.
 
-        One token that goes on from a state is not worth the look, nor does a graph look.
+        Skipped in graphs, and for one token behind a state, where looking costs too much.
 
         Args:
             hidden_states: What the mixer reads, ``[B, L, D]``.

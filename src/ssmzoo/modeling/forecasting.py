@@ -1,7 +1,7 @@
 """The head that foretells the values that follow a series."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,13 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ssmzoo.modeling.backbone import SSMMixer, SSMModel, refuse_cache
-from ssmzoo.modeling.classifiers import squared_error
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, stateless
+from ssmzoo.modeling.head import SSMHead, names_inputs
+from ssmzoo.modeling.inputs import refuse_cache
 from ssmzoo.modeling.layers import Dropout, Linear
-from ssmzoo.modeling.packing import PackedRow
-from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.losses import squared_error, uncounted
+from ssmzoo.modeling.mixer import SSMMixer
+from ssmzoo.modeling.packing import Sequences
 
 
 @strict
@@ -27,9 +28,9 @@ class SSMForecastingConfig(SSMConfig):
         open_loop_weight: What errors on the series itself count in the forecaster's loss.
     """
 
-    mixer_dropout: float | int = 0.0
-    horizon: int = 1
-    open_loop_weight: float | int = 1.0
+    mixer_dropout: float | int = stateless(0.0)
+    horizon: int = stateless(1)
+    open_loop_weight: float | int = stateless(1.0)
 
     def check(self) -> None:
         """Fail unless the fields fit each other."""
@@ -53,63 +54,56 @@ class SSMDecoder(SSMMixer):
     warm_up: int
 
     def forward(  # a call, before which offloaded parameters are fetched
-        self, hidden_states: Tensor, packing: PackedRow | None, horizon: int | None = None
+        self, hidden_states: Tensor, packing: Sequences | None, horizon: int | None = None
     ) -> Any:
         """Return :meth:`forecast`, without a horizon :meth:`open_loop`."""
         if horizon is None:
             return self.open_loop(hidden_states, packing)
         return self.forecast(hidden_states, packing, horizon)
 
-    def forecast(self, hidden_states: Tensor, packing: PackedRow | None, horizon: int) -> Tensor:
+    def forecast(self, hidden_states: Tensor, packing: Sequences | None, horizon: int) -> Tensor:
         """Map ``[B, L, D]`` to the ``[B, horizon, D]`` that follow, ``[S, horizon, D]`` if packed.
 
         Inputs are float32 or float64; outputs may have any precision.
         """
         raise NotImplementedError
 
-    def open_loop(self, hidden_states: Tensor, packing: PackedRow | None) -> list[Tensor]:
+    def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
         """Return the output that follows each input, and the next input that is expected."""
         raise NotImplementedError
 
 
-class SSMForForecasting(SSMPreTrainedModel):
+class SSMForForecasting(SSMHead):
     """A backbone of continuous values, a decoder, and ``score(dropout(GELU(.)))`` of its outputs.
 
-    A subclass names its ``model_class`` and ``decoder_class``, and its configuration is an
+    A family's class also names its ``decoder_class``, and its configuration is an
     :class:`SSMForecastingConfig`.
     """
 
-    model_class: type[SSMModel]
     decoder_class: type[SSMDecoder]
-    # the loss is a batch's mean, so a Trainer that accumulates has to divide
-    accepts_loss_kwargs = False
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
         if config.input_channels is None:
             raise ValueError(
                 f"{type(self).__name__} foretells values, but input_channels is None; set it in "
                 "the configuration"
             )
-        self.model = self.model_class(config)
+        super().__init__(config)
         self.decoder = self.decoder_class(config, config.num_hidden_layers)
         self.dropout = Dropout(config.mixer_dropout, config.tie_dropout)
         self.score = Linear(config.hidden_size, config.input_channels)
         self.post_init()
 
+    @names_inputs
     def forward(
         self,
         input_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         horizon: int | None = None,
-        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Any,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
         """Foretell each series.
 
@@ -118,13 +112,8 @@ class SSMForForecasting(SSMPreTrainedModel):
             attention_mask: 1 for values, 0 for padding around them, ``[B, L]``.
             labels: The values that followed, ``[B, horizon, C]``; nan does not count.
             horizon: Steps to foretell; default: the configuration's.
-            output_hidden_states: Return what enters the blocks and the decoder, too.
             return_dict: Return an output object (default) or a tuple.
-            position_ids: ``[B, L]``; where they do not go up by one, a new series begins.
-            cu_seqlens: Boundaries of series packed into one row (B = 1), ``[S + 1]``.
-            cu_seq_lens_q: The same, as transformers' collators call it.
-            seq_idx: ``[B, L]`` number of the series that each value belongs to.
-            **kwargs: As for :meth:`SSMModel.forward`.
+            **inputs: Other arguments of :meth:`SSMModel.forward`, but no cache.
 
         Returns:
             ``logits [B, horizon, C]`` (``[S, horizon, C]``), the forecast, and ``loss``: its mean
@@ -135,32 +124,18 @@ class SSMForForecasting(SSMPreTrainedModel):
         Raises:
             ValueError: A horizon below 1, labels of another shape, or a cache.
         """
-        refuse_cache(kwargs)
+        refuse_cache(inputs)
         steps: int = self.config.horizon if horizon is None else horizon
         if steps < 1:
             raise ValueError(f"horizon must be at least 1, got {steps}")
-        packing = self.model.find_packing(
-            (None, None, input_values),
-            None,
-            attention_mask,
-            position_ids,
-            seq_idx,
-            cu_seq_lens_q if cu_seqlens is None else cu_seqlens,
-        )
-        outputs = self.model(
-            input_values=input_values,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            packing=packing,
-            **kwargs,
-        )
+        inputs |= {"input_values": input_values, "attention_mask": attention_mask}
+        outputs, packing = self.read({**inputs, "use_cache": False})
         hidden = outputs.last_hidden_state
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
-        if packing:  # as one flat row
+        if packing is not None:  # as one flat row
             hidden = packing.flat(hidden)
-        later = self.decoder(hidden, packing or None, steps)
-        if packing and packing.rows is not None:
+        later = self.decoder(hidden, packing, steps)
+        if packing is not None and packing.rows is not None:
             later = later[packing.rows]
         logits = self._read(later)
         loss = None
@@ -169,51 +144,41 @@ class SSMForForecasting(SSMPreTrainedModel):
                 raise ValueError(
                     f"labels must have shape {list(logits.shape)}, got {list(labels.shape)}"
                 )
-            loss = squared_error(logits, labels, ~labels.isnan())
+            loss = squared_error(logits, labels)
             if self.config.open_loop_weight:
                 assert input_values is not None
-                values = packing.flat(input_values) if packing else input_values
+                values = input_values if packing is None else packing.flat(input_values)
                 values = values.reshape(*hidden.shape[:2], -1)
                 errors = self._errors(hidden, values, labels[:, :1], packing)
                 loss = loss + self.config.open_loop_weight * errors
-        if return_dict is None:
-            return_dict = self.config.return_dict
-        output = TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states
-        )
-        return output if return_dict else output.to_tuple()
+        return self.answer(TokenClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
     def _read(self, y: Tensor) -> Tensor:
         return self.score(self.dropout(F.gelu(y).to(self.score.weight.dtype)))
 
     def _errors(
-        self,
-        hidden: Tensor,
-        values: Tensor,
-        first: Tensor,
-        packing: PackedRow | Literal[False],
+        self, hidden: Tensor, values: Tensor, first: Tensor, packing: Sequences | None
     ) -> Tensor:
         """Return the errors of the next value and of the next input.
 
         What follows a series' last value is the ``first`` of its labels, ``[S, 1, C]``.
         """
-        output, expected = self.decoder(hidden, packing or None)
-        read, wanted, warm_up = self._read(output), values[:, 1:], self.decoder.warm_up
+        output, expected = self.decoder(hidden, packing)
+        read, warm_up = self._read(output), self.decoder.warm_up
         seen, real = torch.arange(1, hidden.shape[1], device=hidden.device), None
-        if packing:
+        if packing is None:
+            last, lengths = read[:, -1:], seen.new_tensor([hidden.shape[1]])
+        else:
             seen = seen - packing.offsets[packing.numbers()[1:]]
             ends, lengths, real = packing.offsets[1:], packing.offsets.diff(), packing.real()
             if packing.rows is not None:
                 ends, lengths = ends[packing.rows], lengths[packing.rows]
             last, first = read[:, (ends - 1).clamp(min=0)], first.transpose(0, 1)
-        else:
-            last, lengths = read[:, -1:], seen.new_tensor([hidden.shape[1]])
-        counts = seen >= warm_up
-        counts = (counts if real is None else counts & real[1:])[None, :, None]
-        known = (lengths >= warm_up)[None, :, None] & ~first.isnan()
+        left_out = seen < warm_up
+        left_out = (left_out if real is None else left_out | ~real[1:])[None, :, None]
+        followed = uncounted(first.to(values), (lengths < warm_up)[None, :, None])
         error = squared_error(
             torch.cat([read[:, :-1], last], dim=1),
-            torch.cat([wanted, first.to(wanted)], dim=1),
-            torch.cat([counts.expand_as(wanted), known], dim=1),
+            torch.cat([uncounted(values[:, 1:], left_out), followed], dim=1),
         )
-        return error + squared_error(expected[:, :-1], hidden[:, 1:], counts)
+        return error + squared_error(expected[:, :-1], uncounted(hidden[:, 1:], left_out))

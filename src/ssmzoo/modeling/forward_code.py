@@ -20,8 +20,11 @@ _CODE = operator.attrgetter("__code__")
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 _LIBRARIES = frozenset({"torch", "builtins"})
 _KERNELS = "ssmzoo_kernels"  # whose ops are known by themselves, not by what they call
-# decides how a forward runs, which is another question
-_MACHINERY = frozenset(f"{__package__}.{name}" for name in ("decoding", "stock.classes"))
+# functions that decide how a forward runs are known, but not followed
+_MACHINERY = frozenset(
+    f"{__package__}.{name}"
+    for name in ("decoding", "module_parts", "stock.classes", "stock.mixers")
+)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _known: weakref.WeakValueDictionary[tuple[type, ...], ForwardCode] = weakref.WeakValueDictionary()
 
@@ -72,18 +75,18 @@ class ForwardCode:
             for read, owners in ((_CODE, [*functions]), (_DEFAULTS, defaulted))
         ]
 
-    def unchanged(self, looked: dict[Any, Any] | None = None) -> bool:
+    def unchanged(self, checked: dict[ForwardCode, bool] | None = None) -> bool:
         """Return whether none of it was replaced.
 
         Args:
-            looked: What a call of a model has found of its layers' code, which is looked at once:
-                decoding streams weights through the caches, so that every look is a slow one.
+            checked: The results of this call of the model, in which each is found once: decoding
+                streams weights through the caches, so that every look is a slow one.
         """
-        if looked is None:
+        if checked is None:
             return self._unchanged()
-        found = looked.get(self)
+        found = checked.get(self)
         if found is None:
-            found = looked[self] = self._unchanged()
+            found = checked[self] = self._unchanged()
         return found
 
     def _unchanged(self) -> bool:

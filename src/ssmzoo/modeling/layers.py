@@ -5,6 +5,7 @@ Dimensions: B batch, L length, D hidden, E inner, K conv width, S sequences, T t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,7 +23,7 @@ from ssmzoo_kernels.few_rows_linear import (
 from ssmzoo_kernels.validation import Packing
 
 if TYPE_CHECKING:
-    from ssmzoo.modeling.decoding import ModuleParts, State
+    from ssmzoo.modeling.module_parts import ModuleParts, State
     from ssmzoo_kernels.token_step import Program, Value
 
 
@@ -172,6 +173,17 @@ class MLP(nn.Module):
         else:
             inner = program.gated(parts.linear(program, x, "gate_proj"), up)
         return parts.linear(program, inner, "down_proj")
+
+
+def keeping_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what moves a tensor as ``fn`` does, but casts none below 32 bits."""
+
+    def move(tensor: Tensor) -> Tensor:
+        out = fn(tensor)
+        lowered = out.is_floating_point() and out.dtype.itemsize < 4 <= tensor.dtype.itemsize
+        return tensor.to(out.device) if lowered else out
+
+    return move
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

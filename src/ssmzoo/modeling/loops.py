@@ -1,4 +1,4 @@
-"""Loops that carry tensors along a dimension, and leave Python with the model."""
+"""A loop that carries tensors along a dimension, and that torch.export can trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scan(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Go through ``inputs [N, ...]``: ``carried, outputs[i] = step(carried, inputs[i])``.
 
-    It is a loop of Python's; in a graph of ``torch.export`` that leaves N open, torch's scan.
+    In a graph of ``torch.export`` with N dynamic it is torch's scan, elsewhere a Python loop.
 
     Args:
         step: Each tensor that it carries on is as the one before in shape and dtype.

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import is_watched
+from ssmzoo.modeling.module_parts import is_watched
 from ssmzoo_kernels import add_rms_norm, rms_norm
 from ssmzoo_kernels.validation import transformed
 

@@ -17,10 +17,10 @@ from ssmzoo_kernels.validation import Packing
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRow(Packing):
-    """A batch as one flat row of tokens ``[1, B * L]``: what was found and checked, once a call.
+class Sequences(Packing):
+    """Where the sequences of a padded or packed batch lie in one flat row ``[1, B * L]``.
 
-    Every op takes it for ``cu_seqlens``, and every mixer gets it.
+    They are found and checked once a call. Every op takes it for ``cu_seqlens``, and every mixer gets it.
 
     Attributes:
         offsets: Where sequences begin and end, ``[S + 1]`` int64; padding before or after a row's
@@ -167,7 +167,7 @@ def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.where((columns >= 0)[..., None], moved, 0)
 
 
-def token_positions(x: Tensor, seen: Tensor | None, packing: PackedRow | None) -> Tensor:
+def token_positions(x: Tensor, seen: Tensor | None, packing: Sequences | None) -> Tensor:
     """Return where tokens of ``[B, L, ...]`` stand in their sequences, ``[L]`` or ``[B, L]``.
 
     Args:
@@ -182,12 +182,12 @@ def token_positions(x: Tensor, seen: Tensor | None, packing: PackedRow | None) -
     return place - packing.offsets[sequence] + (0 if seen is None else seen[sequence])
 
 
-def flip(x: Tensor, packing: PackedRow | None) -> Tensor:
+def flip(x: Tensor, packing: Sequences | None) -> Tensor:
     """Reverse the order of tokens in ``[B, L, ...]``, of packed ones within each sequence."""
     return x.flip(1) if packing is None else x.index_select(1, packing.reversal())
 
 
-def flip_steps(steps: Tensor, packing: PackedRow | None) -> Tensor:
+def flip_steps(steps: Tensor, packing: Sequences | None) -> Tensor:
     """Reverse the order of tokens, as :func:`flip` does, for steps ``[B, L]`` between them.
 
     A step leads to its token from the one before. Backwards, the step after a token leads to it;
@@ -205,7 +205,7 @@ def find_packing(
     position_ids: Tensor | None,
     seq_idx: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> PackedRow | None:
+) -> Sequences | None:
     """Find and check the sequences of a ``[B, L]`` batch; None if every row is one whole sequence.
 
     Args:
@@ -229,7 +229,7 @@ def find_packing(
             raise ValueError(f"cu_seqlens needs one packed row, got a batch of {batch}")
         if mask is not None and not torch.compiler.is_compiling() and not _all(mask):
             raise ValueError("attention_mask must be all ones where cu_seqlens is given")
-        return PackedRow.of(cu_seqlens, length, "model")
+        return Sequences.of(cu_seqlens, length, "model")
     order = None if mask is None else _tokens_first(mask)
     if mask is not None and order is not None:
         mask = mask.gather(1, order)
@@ -244,7 +244,7 @@ def find_packing(
             rows = mask.flatten()[starts.flatten()].nonzero().flatten()
         flat = starts.flatten().nonzero().flatten()
         ends = torch.cat([flat, flat.new_tensor([batch * length])])
-        return PackedRow(ends, batch * length, rows, length, order=order)
+        return Sequences(ends, batch * length, rows, length, order=order)
     if mask is None or (not torch.compiler.is_compiling() and _all(mask)):
         return None
     return _padded(mask, order)
@@ -329,7 +329,7 @@ def without_holes(mask: Tensor) -> Tensor:
     return (started & unfinished).to(mask.dtype)
 
 
-def _padded(mask: Tensor, order: Tensor | None) -> PackedRow:
+def _padded(mask: Tensor, order: Tensor | None) -> Sequences:
     batch, length = mask.shape
     count = mask.sum(dim=1)
     first = mask.int().argmax(dim=1)  # 0 for an empty row
@@ -338,4 +338,4 @@ def _padded(mask: Tensor, order: Tensor | None) -> PackedRow:
     ends = ends + torch.arange(batch, device=mask.device)[:, None] * length
     rows = torch.arange(batch, device=mask.device) * 3 + 1
     offsets = torch.cat([ends.new_zeros(1), ends.flatten()])
-    return PackedRow(offsets, batch * length, rows, length, padded=True, order=order)
+    return Sequences(offsets, batch * length, rows, length, padded=True, order=order)

@@ -7,7 +7,6 @@ What surprises: the last token is not read yet. Asking for what follows is readi
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, check_kind, reader_of
+from ssmzoo.modeling.cache import RecurrentCache, backbone_of, check_kind
+from ssmzoo.modeling.cache_files import tensors_digest
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER
 from ssmzoo.modeling.compat import CACHE, one_cache
 from ssmzoo.modeling.sequence_parallel import sequence_piece
 
@@ -93,7 +94,7 @@ class PromptState:
                 "the model's weights changed since it read this prompt, so its state is out of "
                 "date; call prefill again"
             )
-        digest, folder = weights_digest(reader_of(self.model)), Path(directory)
+        digest, folder = weights_digest(backbone_of(self.model)), Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.cache.write(
             folder / FILE_NAME,
@@ -140,7 +141,7 @@ def prefill(
             state cannot be passed on.
         TypeError: ``cache`` is of another kind.
     """
-    reader, given = reader_of(model), one_cache(cache, past_key_values)
+    backbone, given = backbone_of(model), one_cache(cache, past_key_values)
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ValueError(
             f"input_ids must have shape [B, L] and hold a token, got {list(input_ids.shape)}"
@@ -163,26 +164,26 @@ def prefill(
                 )
         together = _read_together(model, input_ids, attention_mask, group)
         return PromptState(together, input_ids, attention_mask, model, _versions(model))
-    check_kind(given, reader.cache_class)
+    check_kind(given, backbone.cache_class)
     start, end = 0, input_ids.shape[1] - 1
-    state = reader.cache_class(reader.config)
+    state = backbone.cache_class(backbone.config)
     if given is not None:
         start = given.seen_tokens
-        given.check(reader.config, len(input_ids), end - start)
+        given.check(backbone.config, len(input_ids), end - start)
         state = copy.deepcopy(given)
     if start > end:
         raise ValueError(
             f"cache has seen {start} tokens, so input_ids must be those and at least "
             f"one more, got {end + 1}"
         )
-    state.read_again(reader)  # where there is nothing more to read
+    state.read_again(backbone)  # where there is nothing more to read
     step = chunk_size or max(end, 1)
     places = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
         for begin in range(start, end, step):
             stop = min(begin + step, end)
-            named = {"position_ids": places[:, begin:stop]} if reader.counts_positions else {}
-            reader(
+            named = {"position_ids": places[:, begin:stop]} if backbone.counts_positions else {}
+            backbone(
                 input_ids[:, begin:stop],
                 attention_mask=attention_mask[:, :stop],
                 **{CACHE: state},
@@ -203,7 +204,7 @@ def _read_together(
             f"got {input_ids.shape[1]}"
         )
     piece = sequence_piece(model, input_ids[:, :-1], attention_mask[:, :-1], group=group)
-    reader_of(model)(**piece)
+    backbone_of(model)(**piece)
     return piece[CACHE].whole()
 
 
@@ -220,16 +221,17 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
         ValueError: The file is damaged, another model read the prompt, one with another state
             adapter or none, or the model keeps no state that can be saved.
     """
-    reader = reader_of(model)
+    backbone = backbone_of(model)
     path = Path(directory) / FILE_NAME
     if not path.is_file():
         raise FileNotFoundError(
             f"{directory} holds no {FILE_NAME}; save one with "
             "prefill(model, input_ids).save_pretrained(directory)"
         )
-    cache, others, notes = reader.cache_class.read(
-        path, reader.config, model.device, adapter=reader._modules.get(STATE_ADAPTER)
+    cache, file = backbone.cache_class.read(
+        path, backbone.config, model.device, adapter=backbone._modules.get(STATE_ADAPTER)
     )
+    others, notes = file.others, file.notes
     ids, mask = others.get("input_ids"), others.get("attention_mask")
     if ids is None or mask is None or ids.shape != mask.shape or "weights" not in notes:
         raise ValueError(
@@ -248,7 +250,7 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
             f"{path} was made by a model in {notes.get('dtype')}, got one in {dtype}; load it with "
             f"dtype={notes.get('dtype')!r}"
         )
-    digest = weights_digest(reader)
+    digest = weights_digest(backbone)
     if notes["weights"] != digest:
         raise ValueError(
             f"{path} was made by other weights: their digest must be {notes['weights'][:12]}, got "
@@ -267,21 +269,17 @@ def weights_digest(module: nn.Module) -> str:
     Raises:
         ValueError: Weights are not in memory.
     """
-    digest = hashlib.sha256()
-    for line in _adapters(module):
-        digest.update(line.encode())
-    for name, tensor in sorted(module.state_dict().items()):
-        if name.startswith(f"{STATE_ADAPTER}."):
-            continue
-        if tensor.is_meta:
-            raise ValueError(
-                f"the model's weights must be in memory, and {name} is offloaded; load the model "
-                "without offloading, and read the prompt with that"
-            )
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy())
-    return digest.hexdigest()
+    tensors = {
+        name: tensor
+        for name, tensor in module.state_dict().items()
+        if not name.startswith(f"{STATE_ADAPTER}.")
+    }
+    if absent := sorted(name for name, tensor in tensors.items() if tensor.is_meta):
+        raise ValueError(
+            f"the model's weights must be in memory, and {absent[0]} is offloaded; load the model "
+            "without offloading, and read the prompt with that"
+        )
+    return tensors_digest(tensors, preface=_adapters(module))
 
 
 def _adapters(model: nn.Module) -> list[str]:

@@ -12,7 +12,6 @@ families keep for a step what the prompt's way works out from the state itself.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ssmzoo.checkpoints.weights import (
     ADAPTER_CONFIG,
@@ -30,8 +30,11 @@ from ssmzoo.checkpoints.weights import (
     read_adapter_config,
 )
 from ssmzoo.files import appears_whole, write_json, writing
-from ssmzoo.modeling.cache import STATE_ADAPTER, difference, reader_of
+from ssmzoo.modeling.cache import backbone_of
+from ssmzoo.modeling.cache_files import tensors_digest
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER, as_of_now, difference
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.layers import keeping_precision
 from ssmzoo.modeling.pretrained import evaluating
 
 
@@ -53,12 +56,13 @@ class StateAdapter(nn.Module):
     def __init__(
         self,
         base: Mapping[str, Any],
-        model_type: str,
+        config: PreTrainedConfig,
         states: Mapping[int, Mapping[str, tuple[int, ...]]],
         counters: Mapping[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
     ) -> None:
         super().__init__()
-        self.base, self.model_type = base, model_type
+        self.base, self.model_type = base, config.model_type
+        self._config_class = type(config)
         self._named = {
             index: {name: _parameter_name(index, name) for name in shapes}
             for index, shapes in states.items()
@@ -94,7 +98,7 @@ class StateAdapter(nn.Module):
 
     def digest(self) -> str:
         """Return the SHA-256 of the states."""
-        return _digest_of(self._tensors())
+        return tensors_digest(self._tensors())
 
     def save_pretrained(self, directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write ``state_adapter.safetensors`` and ``state_adapter.json`` into a folder.
@@ -133,13 +137,14 @@ class StateAdapter(nn.Module):
                 f"{self.model_type!r}; load the model that it was trained on"
             )
         _check_states(where, config["states"], own)
-        if config["base"] != self.base:
+        base = as_of_now(config["base"], self.base, self._config_class)
+        if base != self.base:
             raise ValueError(
-                f"{where} belongs to another model: {difference(config['base'], self.base)}; load "
-                "the model that it was trained on"
+                f"{where} belongs to another model: {difference(base, self.base)}; load the model "
+                "that it was trained on"
             )
         tensors = load_file(path)
-        if _digest_of(tensors) != config["digest"]:
+        if tensors_digest(tensors) != config["digest"]:
             raise ValueError(
                 f"{path} and {ADAPTER_CONFIG} beside it are not of one adapter: their digests "
                 "differ; save the adapter again"
@@ -151,12 +156,7 @@ class StateAdapter(nn.Module):
         return {name: p.detach().float().cpu().contiguous() for name, p in self.named_parameters()}
 
     def _apply(self, fn: Any, recurse: bool = True) -> StateAdapter:
-        def keep_precision(tensor: Tensor) -> Tensor:
-            out = fn(tensor)
-            lowered = out.is_floating_point() and out.dtype.itemsize < 4 <= tensor.dtype.itemsize
-            return tensor.to(out.device) if lowered else out
-
-        return super()._apply(keep_precision, recurse=recurse)  # pyright: ignore[reportReturnType]
+        return super()._apply(keeping_precision(fn), recurse=recurse)  # pyright: ignore[reportReturnType]
 
 
 def add_state_adapter(model: nn.Module, *, freeze: bool = True) -> StateAdapter:
@@ -173,18 +173,18 @@ def add_state_adapter(model: nn.Module, *, freeze: bool = True) -> StateAdapter:
     Raises:
         ValueError: The model has no state to start from, or an adapter already.
     """
-    reader = _reader(model)
-    if STATE_ADAPTER in reader._modules:
+    backbone = _backbone(model)
+    if STATE_ADAPTER in backbone._modules:
         raise ValueError(
             f"{_named(model)} has a state adapter already; take it away first with "
             "remove_state_adapter(model)"
         )
-    adapter = _fresh(model, reader)
+    adapter = _fresh(model, backbone)
     if freeze:
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        for module in (reader, *([] if head is None else [head])):
+        for module in (backbone, *([] if head is None else [head])):
             module.requires_grad_(False)
-    reader.add_module(STATE_ADAPTER, adapter)
+    backbone.add_module(STATE_ADAPTER, adapter)
     return adapter
 
 
@@ -198,12 +198,12 @@ def load_state_adapter(directory: str | os.PathLike[str], model: nn.Module) -> S
         ValueError: It is damaged or was made for another model, which then stays as it was; or
             what :func:`add_state_adapter` raises.
     """
-    reader = _reader(model)
-    adapter = state_adapter_of(reader)
+    backbone = _backbone(model)
+    adapter = state_adapter_of(backbone)
     if adapter is None:
-        adapter = _fresh(model, reader)
+        adapter = _fresh(model, backbone)
     adapter.read(directory)
-    reader.add_module(STATE_ADAPTER, adapter)
+    backbone.add_module(STATE_ADAPTER, adapter)
     return adapter
 
 
@@ -213,23 +213,14 @@ def remove_state_adapter(model: nn.Module) -> None:
     Raises:
         ValueError: It has no state adapter.
     """
-    reader = _reader(model)
-    if reader._modules.pop(STATE_ADAPTER, None) is None:
+    backbone = _backbone(model)
+    if backbone._modules.pop(STATE_ADAPTER, None) is None:
         raise ValueError(f"{_named(model)} has no state adapter to remove")
 
 
-def state_adapter_of(reader: Any) -> StateAdapter | None:
+def state_adapter_of(backbone: Any) -> StateAdapter | None:
     """Return the adapter of a model's backbone, None if it has none."""
-    return reader._modules.get(STATE_ADAPTER)
-
-
-def _digest_of(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        data: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-        digest.update(data)
-    return digest.hexdigest()
+    return backbone._modules.get(STATE_ADAPTER)
 
 
 def _check_states(where: object, given: Mapping[str, Any], own: dict[str, list[int]]) -> None:
@@ -257,7 +248,7 @@ def _named(model: Any) -> str:
     return type(model).__name__
 
 
-def _reader(model: Any) -> Any:
+def _backbone(model: Any) -> Any:
     """Return the model around the layers, of a classifier too.
 
     Raises:
@@ -266,27 +257,27 @@ def _reader(model: Any) -> Any:
     if hasattr(model, "get_base_model"):  # PEFT's, whose base_model holds it in a part of its own
         model = model.get_base_model()
     base = getattr(model, "base_model", None)
-    if hasattr(model, "prompt_reader") or not hasattr(base, "cache_class"):
-        return reader_of(model)
+    if hasattr(model, "recurrent_backbone") or not hasattr(base, "cache_class"):
+        return backbone_of(model)
     return base
 
 
-def _fresh(model: Any, reader: Any) -> StateAdapter:
-    config, name = reader.config, _named(model)
+def _fresh(model: Any, backbone: Any) -> StateAdapter:
+    config, name = backbone.config, _named(model)
     if not getattr(config, "causal", True):
         raise ValueError(
             f"a state adapter needs a model that reads forwards with a state, and {name} is "
             f"bidirectional (directions = {config.directions!r}): it starts from no state"
         )
     try:
-        found = _states_after_two_tokens(reader)
+        found = _states_after_two_tokens(backbone)
     except ValueError as error:
         raise ValueError(
             f"a state adapter needs a model that keeps a state, and {name} keeps none: {error}"
         ) from error
     states, counters = {}, {}
     for index, tensors in enumerate(found):
-        given = reader.startable_states(index, tensors)
+        given = backbone.startable_states(index, tensors)
         trained = {n: tuple(t.shape[1:]) for n, t in given.items() if t.is_floating_point()}
         if trained:
             states[index] = trained
@@ -299,23 +290,23 @@ def _fresh(model: Any, reader: Any) -> StateAdapter:
             "none: its layers keep keys and values of tokens alone"
         )
     # as it reads in a file, which has no infinity
-    signature = json.dumps(reader.cache_class.signature(config), default=str)
+    signature = json.dumps(backbone.cache_class.signature(config), default=str)
     base = json.loads(signature, parse_constant=str)
-    adapter = StateAdapter(base, config.model_type, states, counters)
-    weight = next(reader.parameters())
+    adapter = StateAdapter(base, config, states, counters)
+    weight = next(backbone.parameters())
     return adapter.to(weight.device)
 
 
 @torch.no_grad()
-def _states_after_two_tokens(reader: Any) -> list[dict[str, Tensor]]:
-    """Return a row of each layer's states; the model and the random numbers stay as they are."""
-    config = reader.config
-    weight = next(p for p in reader.parameters() if p.is_floating_point())
+def _states_after_two_tokens(backbone: Any) -> list[dict[str, Tensor]]:
+    """Return a row of each layer's states; the model and the random state do not change."""
+    config = backbone.config
+    weight = next(p for p in backbone.parameters() if p.is_floating_point())
     x = torch.zeros(1, 2, config.get_text_config().hidden_size).to(weight)
     others = {
         name: torch.ones(1, 2, device=x.device) for name in getattr(config, "token_inputs", ())
     }
-    cache = reader.cache_class(config)
-    with evaluating(reader), torch.random.fork_rng(devices=[]):
-        reader(inputs_embeds=x, use_cache=True, **{CACHE: cache}, **others)
+    cache = backbone.cache_class(config)
+    with evaluating(backbone), torch.random.fork_rng(devices=[]):
+        backbone(inputs_embeds=x, use_cache=True, **{CACHE: cache}, **others)
     return cache.get_states()

@@ -1,7 +1,7 @@
 """A state in buffers that are written in place, so that a graph of CUDA can take a step.
 
-What surprises: nothing that a token changes is a number of Python's; the tokens seen are counted in
-a tensor, too. So one graph of ``torch.compile`` serves all steps, and its memory never moves.
+What surprises: a token changes no Python number; the tokens seen are counted in a tensor, too. So
+one graph of ``torch.compile`` serves all steps, and its memory never moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ssmzoo.modeling.cache import CacheLayer, LayerState, StateCache
+from ssmzoo.modeling.cache import CacheLayer, StateCache
+from ssmzoo.modeling.layer_state import LayerState
 
 if TYPE_CHECKING:
     from typing import Self

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 
 from ssmzoo.modeling import LayerState, SSMForCausalLM, add_state_adapter, load_state_adapter
-from ssmzoo.modeling.decoding import GAVE_OTHER_NUMBERS, KEPT_AS
+from ssmzoo.modeling.decoding import DECODING, GAVE_OTHER_NUMBERS
 from ssmzoo.testing.subject import (
     BUDGETS,
     FLOAT32_LOSS,
@@ -249,7 +249,7 @@ def check_fused_steps(subject: Subject) -> Measured:
             ids = subject.ids(rows, 12)
             with watch() as ran:
                 fused = _in_tokens(model, ids)
-            known = [m.__dict__[KEPT_AS].why for m in model.modules() if KEPT_AS in m.__dict__]
+            known = [m.__dict__[DECODING].why for m in model.modules() if DECODING in m.__dict__]
             reasons = {why for why in known if why is not None}  # of some layers, or of all
             require(GAVE_OTHER_NUMBERS not in reasons, f"write_token: {GAVE_OTHER_NUMBERS}")
             if ("token_step", "cpu") not in ran:
@@ -258,7 +258,7 @@ def check_fused_steps(subject: Subject) -> Measured:
             with use_backend("eager"):
                 layered = _in_tokens(model, ids)
             measured.compare(f"{dtype} logits of {rows} rows", fused, layered, budget)
-    inside = [m for m in model.modules() if KEPT_AS in m.__dict__ and m.__dict__[KEPT_AS].step]
+    inside = [m for m in model.modules() if DECODING in m.__dict__ and m.__dict__[DECODING].step]
     for kind in {type(layer): None for module in inside for layer in module.modules()}:
         _require_followed(model, ids, kind)
     with watch() as ran:

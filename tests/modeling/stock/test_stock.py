@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,19 +12,20 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.stock_models import DELTA, HYBRID, SCAN, TYPES, VOCABULARY, tiny
+from tests.modeling.stock.common import distance, ids, in_pieces
+from tests.stock_models import DELTA, SCAN, TYPES, tiny
 from tests.zoo import replica
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ssmzoo
-from ssmzoo.modeling.compat import cache_name
-from ssmzoo.modeling.decoding import kept
-from ssmzoo.modeling.stock import functions, norms
-from ssmzoo.modeling.stock.classes import Accelerated, writers_of
-from ssmzoo.modeling.stock.functions import _told
+from ssmzoo.modeling.decoding import decoding_of
+from ssmzoo.modeling.stock import functions, models, norms
+from ssmzoo.modeling.stock.classes import Accelerated
+from ssmzoo.modeling.stock.functions import _in_call
+from ssmzoo.modeling.stock.known import writers_of
 from ssmzoo_kernels import layers
 from ssmzoo_kernels.dispatch import watch
 
@@ -39,16 +39,6 @@ pytestmark = [
 ]
 every_type = pytest.mark.parametrize("model_type", TYPES)
 every_kind = pytest.mark.parametrize("model_type", KINDS)
-
-
-def ids(rows: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=draw)
-
-
-def distance(x: Tensor, judge: Tensor) -> float:
-    """Return the greatest difference, in units of the judge's greatest number."""
-    return float((x - judge).abs().max() / judge.abs().max().clamp_min(1e-30))
 
 
 def gradients(model: nn.Module, x: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,12 +85,6 @@ def assert_as_near(
         assert distance(ours[name], judge) <= max(1e-5, 2 * lost), name
 
 
-def cached(model: PreTrainedModel, x: Tensor, cache: Any, **inputs: Any) -> Any:
-    output = model(x, use_cache=True, **cache, **inputs)
-    name = cache_name(output.keys())
-    return output.logits, {name: output[name]}
-
-
 @pytest.fixture(autouse=True)
 def norms_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models' norms are on our op, too."""
@@ -126,7 +110,7 @@ def test_logits_and_gradients_are_the_stock_ones(model_type: str) -> None:
     assert {(kernel, "cpu"), ("causal_conv1d", "cpu"), ("rms_norm", "cpu")} <= set(ran)
     for name, module in model.named_modules():
         if writers_of(type(module)) and name.endswith("norm"):
-            assert kept(module).offset in (0.0, 1.0), name
+            assert decoding_of(module).offset in (0.0, 1.0), name
     assert distance(logits, stock_logits) <= 1e-5
     assert_as_near(ours, stock, exact)
 
@@ -159,32 +143,8 @@ def test_halves_and_steps_are_the_whole(model_type: str) -> None:
     ssmzoo.accelerate(model)
     with torch.no_grad():
         whole = model(x, use_cache=False).logits
-        for cuts in ([20], [2, 20, 21, 22, 30], [*range(30, LENGTH)]):
-            pieces, cache = [], {}
-            for begin, end in zip([0, *cuts], [*cuts, LENGTH], strict=True):
-                logits, cache = cached(model, x[:, begin:end], cache)
-                pieces.append(logits)
-            assert distance(torch.cat(pieces, 1), whole) <= 1e-5, cuts
-
-
-@every_type
-def test_left_padding_changes_nothing(model_type: str) -> None:
-    model, x = tiny(model_type), ids()
-    ssmzoo.accelerate(model)
-    mask = torch.ones_like(x)
-    mask[0, :9] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    with torch.no_grad():
-        alone = model(x[:1, 9:], use_cache=False).logits
-        given = {"position_ids": positions} if model_type in HYBRID else {}
-        padded = model(x, attention_mask=mask, use_cache=False, **given).logits
-        assert distance(padded[:1, 9:], alone) <= 1e-5
-        # a mask of all that the cache has seen, as generate passes it
-        given = {name: p[:, :20] for name, p in given.items()}
-        first, cache = cached(model, x[:, :20], {}, attention_mask=mask[:, :20], **given)
-        given = dict.fromkeys(given, positions[:, 20:])
-        second, _ = cached(model, x[:, 20:], cache, attention_mask=mask, **given)
-        assert distance(torch.cat([first, second], 1)[:1, 9:], alone) <= 1e-5
+    for cuts in ([20], [2, 20, 21, 22, 30], [*range(33, LENGTH)]):
+        assert distance(in_pieces(model, x, cuts), whole) <= 1e-5, cuts
 
 
 @every_type
@@ -321,15 +281,9 @@ def test_an_adapter_of_step_sizes_is_effective_which_stock_code_reads_past(
     assert all(g.abs().max() > 0 for n, g in ours.items() if "lora" in n)
     assert any("lora_A" in name for name in ours)
     adapted.eval()
-    with torch.no_grad():
-        first, cache = cached(adapted, x[:, :30], {})
-        steps = [first]
-        for i in range(30, LENGTH):
-            logits, cache = cached(adapted, x[:, i : i + 1], cache)
-            steps.append(logits)
-        merged = adapted.merge_and_unload()
-        judge = merged(x, use_cache=False).logits
-    assert distance(torch.cat(steps, 1), judge) <= 1e-5
+    steps = in_pieces(adapted, x, range(30, LENGTH))
+    judge = adapted.merge_and_unload()(x, use_cache=False).logits.detach()
+    assert distance(steps, judge) <= 1e-5
     assert distance(judge, exact) > 1e-3
 
 
@@ -356,14 +310,9 @@ def test_an_adapter_of_a_parameter_is_effective(model_type: str, target: str) ->
     assert all(slope.abs().max() > 0 for slope in learnt.values())
     assert distance(logits, exact) > 1e-3
     adapted.eval()
-    with torch.no_grad():
-        first, cache = cached(adapted, x[:, :30], {})
-        steps = [first]
-        for i in range(30, LENGTH):
-            found, cache = cached(adapted, x[:, i : i + 1], cache)
-            steps.append(found)
-        judge = adapted.merge_and_unload()(x, use_cache=False).logits
-    assert distance(torch.cat(steps, 1), judge) <= 1e-5
+    steps = in_pieces(adapted, x, range(30, LENGTH))
+    judge = adapted.merge_and_unload()(x, use_cache=False).logits.detach()
+    assert distance(steps, judge) <= 1e-5
     assert distance(judge, logits) <= 1e-5
 
 
@@ -378,7 +327,7 @@ def test_training_reads_weights_only_where_nothing_wraps_or_watches_a_layer(
     ssmzoo.accelerate(model)
     fused, calls = layers.FUNCTIONS["mamba_inner_fn"], []
     monkeypatch.setattr(
-        functions, "_told", lambda f: lambda *a, **k: (calls.append(f), _told(f)(*a, **k))[1]
+        functions, "_in_call", lambda f: lambda *a, **k: (calls.append(f), _in_call(f)(*a, **k))[1]
     )
     gradients(model, x)
     assert calls.count(fused) == 2  # of two layers
@@ -447,7 +396,7 @@ def test_compiled_models_have_our_ops_in_their_graphs(model_type: str) -> None:
     assert "ssmzoo.causal_conv1d" in text
 
 
-@every_type
+@every_kind
 def test_copies_pickles_and_checkpoints(model_type: str, tmp_path: Any) -> None:
     model, other, x = tiny(model_type), tiny(model_type, seed=1), ids()
     weights = {name: w.clone() for name, w in model.state_dict().items()}
@@ -489,27 +438,11 @@ def test_a_block_restores_at_its_end() -> None:
     )
 
 
-def test_whole_modules_can_be_saved() -> None:
-    model, x = tiny("mamba2"), ids()
-    ssmzoo.accelerate(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    assert torch.equal(again(x).logits, model(x).logits)
-
-
 def test_step_sizes_keep_their_limits_in_single_steps() -> None:
     model, x = tiny("mamba2", time_step_limit=(0.2, 0.9)), ids()
     ssmzoo.accelerate(model)
-    with torch.no_grad():
-        whole = model(x, use_cache=False).logits
-        first, cache = cached(model, x[:, :30], {})
-        pieces = [first]
-        for i in range(30, LENGTH):
-            logits, cache = cached(model, x[:, i : i + 1], cache)
-            pieces.append(logits)
-    assert distance(torch.cat(pieces, 1), whole) <= 1e-5
+    whole = model(x, use_cache=False).logits.detach()
+    assert distance(in_pieces(model, x, range(30, LENGTH)), whole) <= 1e-5
 
 
 def test_packing_that_cannot_be_kept_apart_is_refused() -> None:
@@ -525,7 +458,7 @@ def test_packing_that_cannot_be_kept_apart_is_refused() -> None:
         model(x, cu_seqlens=torch.tensor([0, 50]))
 
 
-def test_what_cannot_be_accelerated_is_left_alone() -> None:
+def test_what_cannot_be_accelerated_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=9,
@@ -545,10 +478,15 @@ def test_what_cannot_be_accelerated_is_left_alone() -> None:
         (compiled, ValueError, "OptimizedModule is wrapped or compiled"),
         (nn.Linear(2, 2), ValueError, "must be one of transformers, got Linear"),
         (_zoo_model(), ValueError, "is a model of the zoo; it runs on the kernels already"),
+        (_compiled_in_place(), ValueError, "is compiled already; accelerate it first"),
     ]
     for bad, kind, message in cases:
         with pytest.raises(kind, match=message):
             ssmzoo.accelerate(bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "_device", lambda model: "mps")
+        with pytest.raises(ValueError, match="lies on mps, the kernels serve CPUs and CUDA GPUs"):
+            ssmzoo.accelerate(model)
     assert not any(isinstance(module, Accelerated) for module in model.modules())
     with pytest.raises(ValueError, match="restore: MambaForCausalLM is not accelerated"):
         ssmzoo.restore(model)
@@ -563,20 +501,10 @@ def _zoo_model() -> nn.Module:
     return family.causal_lm_class(family.config(**family.tiny))
 
 
-def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssmzoo.modeling.stock import models
-
-    model = tiny("mamba")
-    monkeypatch.setattr(models, "_device", lambda model: "mps")
-    with pytest.raises(ValueError, match="lies on mps, the kernels serve CPUs and CUDA GPUs"):
-        ssmzoo.accelerate(model)
-
-
-def test_a_compiled_model_is_refused_and_may_be_compiled_after() -> None:
+def _compiled_in_place() -> nn.Module:
     model = tiny("mamba")
     model.compile(backend="eager")
-    with pytest.raises(ValueError, match="is compiled already; accelerate it first"):
-        ssmzoo.accelerate(model)
+    return model
 
 
 def test_unknown_code_of_transformers_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -620,6 +548,4 @@ def test_other_activations_are_the_stock_ones(model_type: str) -> None:
     with torch.no_grad():
         stock = model(x, use_cache=False).logits
         ssmzoo.accelerate(model)
-        first, cache = cached(model, x[:, :-1], {})
-        last, _ = cached(model, x[:, -1:], cache)
-        assert distance(torch.cat([first, last], 1), stock) <= 1e-5
+    assert distance(in_pieces(model, x, [LENGTH - 1]), stock) <= 1e-5

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stock_models import HYBRID, TYPES, VOCABULARY, tiny
+from tests.modeling.stock import common
+from tests.modeling.stock.common import OUT, PURE, assert_close
+from tests.modeling.stock.common import accelerated as ours
+from tests.stock_models import HYBRID, TYPES, tiny
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
@@ -17,12 +20,10 @@ from ssmzoo.modeling import prefill
 from ssmzoo.modeling.compat import CACHE, CACHES, MIXER_CACHE, cache_name
 from ssmzoo.modeling.stock.cache import StockCache
 
-PURE = [name for name in TYPES if name not in HYBRID]
+SETTINGS = {"max_new_tokens": 5, **common.SETTINGS}
 every_type = pytest.mark.parametrize("model_type", TYPES)
 # what generate says of models with fresh weights
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-SETTINGS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-OUT = {"return_dict_in_generate": True, "output_logits": True}
 # rows padded on the left, on the right, on both sides, between tokens, not at all, and empty turns
 MASK = torch.tensor(
     [
@@ -36,17 +37,8 @@ MASK = torch.tensor(
 TURNS = [0, 8, 14, 15, 16, 18]  # where they begin and end: some are a token
 
 
-def ours(model_type: str, **changes: Any) -> Any:
-    return ssmzoo.accelerate(tiny(model_type, **changes)).model
-
-
 def ids(rows: int = len(MASK), length: int = MASK.shape[1], seed: int = 1) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (rows, length), generator=draw)
-
-
-def assert_close(x: Tensor, judge: Tensor) -> None:
-    assert float((x - judge).abs().max() / judge.abs().max()) <= 1e-5
+    return common.ids(rows, length, seed)
 
 
 def assert_rows_as_alone(model: Any, x: Tensor, mask: Tensor, logits: Tensor) -> None:

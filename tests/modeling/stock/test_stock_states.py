@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.stock_models import SCAN, TYPES, VOCABULARY, tiny
+from tests.modeling.stock import common
+from tests.modeling.stock.common import OUT, PURE, assert_close
+from tests.modeling.stock.common import accelerated as ours
+from tests.stock_models import SCAN, TYPES, tiny
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -21,20 +24,14 @@ from ssmzoo.modeling.stock.cache import StockCache
 from ssmzoo_kernels.layers import linear_attention, selective_scan
 
 LENGTH, NEW = 21, 8
-PURE = ("mamba", "falcon_mamba", "mamba2")
 # what generate says of models with fresh weights, and PEFT calls of transformers
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+SETTINGS = {"max_new_tokens": NEW, **common.SETTINGS}
 every_type = pytest.mark.parametrize("model_type", TYPES)
-SETTINGS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-OUT = {"return_dict_in_generate": True, "output_logits": True}
-
-
-def ours(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    return ssmzoo.accelerate(tiny(model_type, seed, **changes)).model
 
 
 def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+    return common.ids(rows, length)
 
 
 def padded() -> tuple[Tensor, Tensor]:
@@ -47,10 +44,6 @@ def padded() -> tuple[Tensor, Tensor]:
 def logits(model: Any, **inputs: Any) -> Tensor:
     """Return the logits of each new token, greedily chosen."""
     return torch.stack(model.generate(**SETTINGS, **OUT, **inputs).logits)
-
-
-def assert_close(x: Tensor, judge: Tensor) -> None:
-    assert float((x - judge).abs().max() / judge.abs().max()) <= 1e-5
 
 
 # --- prompts that are read once -------------------------------------------------------------------
@@ -95,15 +88,6 @@ def test_another_model_refuses_a_saved_prompt(model_type: str, tmp_path: Path) -
     for model, message in cases:
         with pytest.raises(ValueError, match=message):
             load_state(tmp_path, model)
-
-
-def test_a_trained_model_does_not_save_an_old_prompt(tmp_path: Path) -> None:
-    model = ours("mamba")
-    state = prefill(model, ids())
-    with torch.no_grad():
-        next(model.parameters()).mul_(2)
-    with pytest.raises(RuntimeError, match="weights changed since it read this prompt"):
-        state.save_pretrained(tmp_path)
 
 
 def test_a_state_has_every_name_that_versions_of_transformers_have_for_it() -> None:
@@ -159,22 +143,10 @@ def test_what_keeps_no_state_is_refused() -> None:
         StockCache(windows)
 
 
-def test_an_adapter_is_part_of_the_weights_that_read_a_prompt(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
-    model, x = peft.get_peft_model(ours("mamba"), config).eval(), ids()
-    state = prefill(model, x)
-    assert_close(logits(model, **state.inputs()), logits(model, input_ids=x))
-    state.save_pretrained(tmp_path)
-    load_state(tmp_path, model)
-    with pytest.raises(ValueError, match="made by other weights"):
-        load_state(tmp_path, ours("mamba"))
-
-
 def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
     model = ours("jamba").train()
     model.gradient_checkpointing_enable()
-    cache = StockCache(model.prompt_reader.config)
+    cache = StockCache(model.recurrent_backbone.config)
     with pytest.raises(ValueError, match="cache must be left out where JambaModel"):
         model(ids(), cache=cache)
     assert cache.seen_tokens == 0
@@ -187,37 +159,37 @@ def test_gradient_checkpointing_which_writes_into_no_cache_is_refused() -> None:
 def test_a_call_without_input_gets_the_stock_error(model_type: str) -> None:
     model = ours(model_type)
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
-        model(cache=StockCache(model.prompt_reader.config))
+        model(cache=StockCache(model.recurrent_backbone.config))
 
 
 # --- tokens that are taken back -------------------------------------------------------------------
 
 
 @every_type
-@pytest.mark.parametrize("kept", [15, 12, 8])
-def test_a_cropped_cache_goes_on_as_if_the_rest_was_never_read(model_type: str, kept: int) -> None:
+@torch.no_grad()
+def test_a_cropped_cache_goes_on_as_if_the_rest_was_never_read(model_type: str) -> None:
     model, (x, mask) = ours(model_type), padded()
     places = {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)} if model_type not in PURE else {}
 
-    def read(begin: int, end: int, tokens: Tensor, **cache: Any) -> Tensor:
+    def read(begin: int, end: int, **cache: Any) -> Tensor:
         given = {name: p[:, begin:end] for name, p in places.items()}
         return model(
-            tokens[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **given, **cache
+            x[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **given, **cache
         ).logits
 
-    with torch.no_grad():
-        whole = read(0, LENGTH, x)
-        cache = prefill(model, x[:, :5], mask[:, :5]).cache
-        read(4, 6, x, cache=cache)
-        cache.activate_past_recording()
-        wrong = torch.where(torch.arange(LENGTH) < kept, x, (x + 1) % VOCABULARY)
-        for begin, end in ((6, 9), (9, 10), (10, 14), (14, 17)):  # one token runs as a program
-            read(begin, end, wrong, cache=cache)
-        cache.crop(kept - 17)
-        assert cache.get_seq_length() == kept
-        assert_close(read(kept, LENGTH, x, cache=cache)[1], whole[1, kept:])
+    whole = read(0, LENGTH)
+    cache = prefill(model, x[:, :5], mask[:, :5]).cache
+    read(4, 6, cache=cache)
+    cache.activate_past_recording()
+    for begin, end in ((6, 9), (9, 10), (10, 14), (14, 17)):  # one token runs as a program
+        read(begin, end, cache=cache)
+    for kept in (15, 12, 8):
+        cropped = copy.deepcopy(cache)
+        cropped.crop(kept - 17)
+        assert cropped.get_seq_length() == kept
+        assert_close(read(kept, LENGTH, cache=cropped)[1], whole[1, kept:])
         with pytest.raises(RuntimeError, match="crop needs recorded calls"):
-            copy.deepcopy(cache).crop(-LENGTH)
+            copy.deepcopy(cropped).crop(-LENGTH)
 
 
 @every_type

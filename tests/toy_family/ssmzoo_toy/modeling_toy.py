@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ssmzoo.modeling import (
     CausalConv1d,
     LayerState,
-    PackedRow,
+    Sequences,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -39,7 +39,7 @@ class ToyMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, D] each
         y, final = self.conv1d(x, state.get("conv"), packing)

@@ -1,9 +1,9 @@
 """transformers' own recurrent models on our kernels.
 
-``models`` has what users call; ``classes`` the subclasses that modules take on; ``functions`` what
-their mixers then call, from ``ssmzoo_kernels.layers``; ``packed_calls`` finds packed sequences;
-``calls`` carries them to those functions. ``cache`` can be saved and cropped, ``generation`` lets
-``generate`` do so; ``dynamics`` is what ``ssmzoo inspect`` asks.
+An accelerated model has the functions of ``models``. ``classes`` makes the subclasses that its
+modules take on: ``known`` has the classes that are served, ``model_calls`` and ``mixers`` the calls
+of models and mixers, ``functions`` the kernels' functions that mixers call, ``calls`` what these
+must know of the call. ``cache`` can be saved and cropped, ``generation`` lets ``generate`` do so.
 """
 
 from ssmzoo.modeling.stock.cache import states_of

@@ -12,9 +12,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from ssmzoo.modeling.cache import STATE_ADAPTER, RecurrentCache, own_fields
+from ssmzoo.modeling.cache import RecurrentCache
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER, own_fields
 from ssmzoo.modeling.compat import is_checkpointing
-from ssmzoo.modeling.sequence_parallel import CutRows, PassingCache, StatePassing
+from ssmzoo.modeling.sequence_parallel import PassingCache
+from ssmzoo.modeling.state_passing import CutRows, StatePassing
 
 _ATTENTION = ("keys", "values")
 # of a linear-attention layer, where it may have several: "conv_states.0", "conv_states.1"
@@ -74,7 +76,7 @@ class StockCache(RecurrentCache):
 
     @staticmethod
     def signature(config: Any) -> dict[str, Any]:
-        """Return what two models must share for a state of one to be the other's, too."""
+        """Return the fields that make the caches of two models interchangeable."""
         fields = {name: getattr(config, name, None) for name in own_fields(type(config))}
         fields["model_type"] = config.model_type
         return json.loads(json.dumps(fields, default=str))  # as it reads in a file
@@ -108,7 +110,7 @@ class StockCache(RecurrentCache):
         """Run a forward pass that writes into this cache.
 
         Args:
-            model: The module that it is one of; it reads again what a crop left to be read.
+            model: The module that it is one of.
             forward: The pass.
             given: Its arguments by name.
 
@@ -128,7 +130,6 @@ class StockCache(RecurrentCache):
             )
         self.check(model.config, len(given[name]))
         self.require_start(model._modules.get(STATE_ADAPTER))
-        self.read_again(model)
         places = {n: given[n] for n in _PLACES if given.get(n) is not None}
         whole = all(isinstance(place, Tensor) and place.dim() == 2 for place in places.values())
         recorded = self.record({name: given[name].detach(), **places} if whole else None)
@@ -138,16 +139,16 @@ class StockCache(RecurrentCache):
 
 
 def new_cache(config: PreTrainedConfig) -> DynamicCache | StockCache:
-    """Return the cache that a call makes: transformers', or ours where that counts no tokens.
+    """Return the cache that a call makes: transformers', or ours for recurrent layers alone.
 
-    It counts what its attention keeps.
+    transformers' cache counts tokens by the keys of attention.
     """
     cache = DynamicCache(config=config.get_text_config(decoder=True))
     return StockCache(config) if all(cache.is_linear) else cache
 
 
 class StockSequenceParallelCache(PassingCache, StockCache):
-    """What :class:`SequenceParallelCache` is, for an accelerated model.
+    """The :class:`SequenceParallelCache` of an accelerated model.
 
     Its mixers' functions take their states from it, and leave them here, as in a call without a
     cache; transformers' code does not see it.
@@ -167,7 +168,7 @@ class StockSequenceParallelCache(PassingCache, StockCache):
         self.passing = StatePassing(group, rows)
 
     def take(self, tokens: int) -> None:
-        """Take the states that a call of so many tokens a row left."""
+        """Take the states after a call of so many tokens a row."""
         states = [self.passing.final(index) for index in range(len(self.layers))]
         for held in states:
             if CONV_STATE in held:  # [B, K - 1, D], which transformers keeps as [B, D, K]

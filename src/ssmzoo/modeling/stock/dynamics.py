@@ -1,4 +1,4 @@
-"""What the state of an accelerated mixer keeps, read off what its scan is called with."""
+"""The decay of an accelerated mixer's state, from the arguments of its scan."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def dynamics(mixer: Any, hidden_states: Tensor) -> Dynamics:
     state; of Mamba2 and gated DeltaNet one a head, of KDA one a head and key channel. What the
     delta rule erases of a key when it writes the key anew is not in it.
     """
-    call.seen = []
+    call.scans = []
     try:
         mixer(hidden_states)
-        seen = call.seen
+        scans = call.scans
     finally:
-        call.seen = None
+        call.scans = None
     # Zamba scans head by head
-    decays = [_DECAYS[function](arguments) for function, arguments in seen]
+    decays = [_DECAYS[function](arguments) for function, arguments in scans]
     return Dynamics(decay=torch.cat(decays) if decays else None, depends_on_input=True)
 
 
 def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep what a mixer calls a function with, while :func:`dynamics` asks."""
-    if call.seen is not None and function in _DECAYS:
+    """Keep the arguments of a scan while :func:`dynamics` measures."""
+    if call.scans is not None and function in _DECAYS:
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
-        call.seen.append((function, bound.arguments))
+        call.scans.append((function, bound.arguments))
 
 
 def _of_mamba(given: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kernels' functions for transformers' mixers, told of the call that they run in."""
+"""The kernels' functions for transformers' mixers, which know the call that they run in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ssmzoo.modeling.module_parts import is_watched, stock_class
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE
 from ssmzoo.modeling.stock.calls import call
 from ssmzoo.modeling.stock.dynamics import noted
@@ -27,21 +28,21 @@ _STATES = {
 STARTED = {name for name, (state, *_) in _STATES.items() if state == SCAN_STATE}
 
 
-def _told(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that knows the call: its packed sequences, and the states it passes on."""
+def _in_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that knows the call's packed sequences, and states that lie apart."""
     state, initial, wanted = _STATES.get(function.__name__, ("", "", ""))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         kwargs["cu_seqlens"], kwargs["seq_idx"] = call.packing, None
         kwargs["cu_seq_lens_q"] = None
-        if call.seen is not None:
+        if call.scans is not None:
             noted(function, args, kwargs)
-        if call.layer is None or not state:
+        if call.states is None or not state:
             return function(*args, **kwargs)
-        kwargs |= {initial: call.layer.get(state), wanted: True}
+        kwargs |= {initial: call.states.get(state), wanted: True}
         out, final = function(*args, **kwargs)
-        call.layer.put(state, final)
+        call.states.put(state, final)
         # the delta rule returns a state, wanted or not
         return (out, final) if wanted == "output_final_state" else out
 
@@ -63,31 +64,46 @@ def _activated(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_plain_linear(layer: Any) -> bool:
+    """Return whether a layer's weight is all that it multiplies with; True of no layer."""
+    if layer is None:
+        return True
+    return stock_class(layer) is nn.Linear and type(layer.weight) is nn.Parameter
+
+
+def _may_fuse(mixer: Any) -> bool:
+    """Return whether a function may read the weights of a mixer's projections."""
+    if not isinstance(mixer, nn.Module):  # one that reads its step sizes otherwise
+        return False
+    projections: list[Any] = [mixer.x_proj, mixer.dt_proj, mixer.out_proj]
+    return (
+        mixer.activation in ("silu", "swish")
+        and type(mixer.conv1d) is nn.Conv1d
+        and not is_watched(mixer.conv1d)
+        and all(is_plain_linear(layer) and not is_watched(layer) for layer in projections)
+    )
+
+
 @functools.wraps(layers.FUNCTIONS["mamba_inner_fn"])
 def _mamba_inner_fn(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Decline where something wraps a projection: the mixer then calls its layers."""
-    return _told(layers.FUNCTIONS["mamba_inner_fn"])(*args, **kwargs) if call.fused else None
-
-
-@functools.wraps(layers.FUNCTIONS["mamba_selective_scan"])
-def _mamba_selective_scan(*args: Any, **kwargs: Any) -> Any:
-    start, call.states = (call.states[0], call.states[1:]) if call.states else (None, ())
-    run = _told(layers.FUNCTIONS["mamba_selective_scan"])
-    return run(*args, initial_state=start, **kwargs)
+    """Decline where it would not do what the mixer's layers do: the mixer then calls these."""
+    # it takes no states and no mask
+    if call.passing is not None or call.masked or not _may_fuse(call.mixer):
+        return None
+    return _in_call(layers.FUNCTIONS["mamba_inner_fn"])(*args, **kwargs)
 
 
 @functools.wraps(layers.FUNCTIONS["mamba2_selective_state_update"])
 def _mamba2_selective_state_update(*args: Any, **kwargs: Any) -> Tensor:
     run = layers.FUNCTIONS["mamba2_selective_state_update"]
-    return run(*args, dt_limit=call.dt_limit, **kwargs)
+    return run(*args, dt_limit=getattr(call.mixer, "time_step_limit", None), **kwargs)
 
 
 # by the name that mixers call
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: _told(function) for name, function in layers.FUNCTIONS.items()},
-    "causal_conv1d_fn": _activated(_told(layers.FUNCTIONS["causal_conv1d_fn"])),
+    **{name: _in_call(function) for name, function in layers.FUNCTIONS.items()},
+    "causal_conv1d_fn": _activated(_in_call(layers.FUNCTIONS["causal_conv1d_fn"])),
     "causal_conv1d_update": _activated(layers.FUNCTIONS["causal_conv1d_update"]),
     "mamba_inner_fn": _mamba_inner_fn,
-    "mamba_selective_scan": _mamba_selective_scan,
     "mamba2_selective_state_update": _mamba2_selective_state_update,
 }

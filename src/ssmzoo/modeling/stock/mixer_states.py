@@ -1,4 +1,4 @@
-"""Where the mixers of a call get their states, apart from transformers' cache."""
+"""The states of a call's mixers where they are kept apart from transformers' cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-from ssmzoo.modeling.cache import LayerState
+from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE
 
 
 class StartingStates:
-    """What the mixers of one call start from, and what they leave; read as ``StatePassing`` is.
+    """The states of one call's mixers, kept apart from transformers' cache.
+
+    Its methods are those of ``StatePassing``.
 
     Args:
         initial: By layer the states by name, a row a sequence.
@@ -34,7 +36,7 @@ class StartingStates:
         return hidden_states
 
     def leave(self, cache: Cache, adapter: Any) -> None:
-        """Write what the mixers left into a cache, without its graph where an adapter began."""
+        """Write the mixers' final states into a cache, cut from the graph if an adapter began."""
         for index, final in self.final.items():
             conv, scan = (
                 final[name] if adapter is None else final[name].detach()
@@ -76,3 +78,9 @@ class HeadStates:
     def close(self) -> None:
         """Leave those of the scans, which have all run."""
         self._states.put(SCAN_STATE, torch.stack(self._final, dim=1))
+
+
+def mixer_states(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a layer's states in a cache as mixers take them, ``[B, K - 1, D]`` and the scan's."""
+    conv = states[CONV_STATE][:, :, 1:].transpose(1, 2)
+    return {CONV_STATE: conv, SCAN_STATE: states[SCAN_STATE]}

@@ -10,10 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ssmzoo.modeling.cache import STATE_ADAPTER
-from ssmzoo.modeling.decoding import KEPT_AS, stock_class
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER
+from ssmzoo.modeling.decoding import DECODING
+from ssmzoo.modeling.module_parts import stock_class
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
-from ssmzoo.modeling.stock.classes import Accelerated, functions_of, subclass, unknown, writers_of
+from ssmzoo.modeling.stock.classes import Accelerated, subclass
+from ssmzoo.modeling.stock.known import functions_of, unknown, writers_of
 from ssmzoo_kernels.layers import OPS
 
 _DEVICES = ("cpu", "cuda", "meta")
@@ -106,7 +108,7 @@ def restore(model: nn.Module) -> None:
             )
     for _, module in changed:
         _become(module, module.stock_class)
-        module.__dict__.pop(KEPT_AS, None)
+        module.__dict__.pop(DECODING, None)
 
 
 def accelerated(model: nn.Module) -> dict[str, str]:

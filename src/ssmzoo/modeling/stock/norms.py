@@ -1,4 +1,4 @@
-"""Norms of stock modules on our op, where it gives what the stock code gives.
+"""Norms of stock modules on our op, where it gives the numbers of the stock code.
 
 This is for whole sequences, with gradients or without; a decoded token goes by ``decoding``.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.forward_code import current_code
+from ssmzoo.modeling.module_parts import FORMATS, name_of_eps
 from ssmzoo.modeling.norms import MANY
 from ssmzoo.modeling.stock.calls import call
 from ssmzoo_kernels import rms_norm
@@ -38,24 +39,24 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
         or x.numel() < MANY
         or type(weight) is not nn.Parameter
         or x.dtype is not weight.dtype
-        or x.dtype not in decoding.FORMATS
+        or x.dtype not in FORMATS
         or x.device.type not in ("cpu", "cuda")
-        or not (eps := decoding.name_of_eps(module))
+        or not (eps := name_of_eps(module))
     ):
         return stock()
 
     def ours(offset: float) -> Tensor:
         return rms_norm(x, weight, eps=getattr(module, eps), offset=offset)
 
-    known = decoding.kept(module)
-    if known.code is not None and not known.code.unchanged(call.looked):
-        return stock()  # which somebody replaced
+    known = decoding.decoding_of(module)
+    if known.code is not None and not known.code.unchanged(call.checked_code):
+        return stock()  # its code was replaced
     if known.offset is None:
         with torch.no_grad():
             y = stock()
-            if y.any() and y.isfinite().all():  # else nothing can be told from it
+            if y.any() and y.isfinite().all():  # others prove nothing
                 fit = [o for o in OFFSETS if decoding.agree(ours(o), y, x.dtype)]
-                far = {o: decoding.apart(ours(o), y) for o in fit}
+                far = {o: decoding.mean_distance(ours(o), y) for o in fit}
                 known.offset = min(fit, key=far.__getitem__, default=math.nan)
                 known.code = current_code((type(module),))
                 if math.isnan(known.offset):

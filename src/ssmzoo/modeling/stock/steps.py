@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ssmzoo.modeling.decoding import ModuleParts, State, UnservedError, Writer, recurrent
+from ssmzoo.modeling.decoding import Writer
+from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recurrent
 from ssmzoo_kernels.token_step import Program, Value
 
 

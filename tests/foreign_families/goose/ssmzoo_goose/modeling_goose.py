@@ -22,7 +22,7 @@ from ssmzoo.modeling import (
     LayerNorm,
     LayerState,
     Linear,
-    PackedRow,
+    Sequences,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -119,7 +119,7 @@ class GooseMixer(SSMMixer):
         self,
         hidden_states: Tensor,
         state: LayerState,
-        packing: PackedRow | None = None,
+        packing: Sequences | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
@@ -127,7 +127,7 @@ class GooseMixer(SSMMixer):
         stream = hidden_states if residual is None else residual
         return y + self.mix_channels(self.channel_norm(stream + y), state, packing)
 
-    def mix_time(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def mix_time(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Return the first branch; the state is ``delta_rule [B, H, N, N]``, transposed."""
         before = token_before(x, "time_shift", state, packing)
         exact = torch.promote_types(torch.float32, x.dtype)
@@ -156,7 +156,7 @@ class GooseMixer(SSMMixer):
         y = y + ((r * k * bonus).sum(-1, keepdim=True) * v).flatten(2)
         return self.out_proj(y.to(x.dtype) * self.gate(xg))
 
-    def mix_channels(self, x: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def mix_channels(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Return the second branch."""
         before = token_before(x, "channel_shift", state, packing)
         exact = torch.promote_types(torch.float32, x.dtype)
@@ -164,7 +164,7 @@ class GooseMixer(SSMMixer):
         return self.down_proj(F.relu(self.up_proj(mixed)).square())
 
 
-def token_before(x: Tensor, name: str, state: LayerState, packing: PackedRow | None) -> Tensor:
+def token_before(x: Tensor, name: str, state: LayerState, packing: Sequences | None) -> Tensor:
     """Return the token before each of ``[B, L, D]``, zeros before the first, float32 at least."""
     exact = x.to(torch.promote_types(torch.float32, x.dtype))
     taps = exact.new_tensor([1.0, 0.0]).expand(x.shape[2], 2)  # of the last token, and of this one

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling import (
     LayerState,
-    PackedRow,
+    Sequences,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -37,7 +37,7 @@ class GRUMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         x = self.in_proj(hidden_states)  # [B, L, 3 D]
         # packed sequences become rows of a batch; behind their ends stand zeros

@@ -7,7 +7,7 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     LayerState,
-    PackedRow,
+    Sequences,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -43,7 +43,7 @@ class SpiralMixer(SSMMixer):
         self.out_proj = nn.Linear(2 * config.d_state, config.hidden_size, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         x = self.in_proj(hidden_states)  # [B, L, 2 N]
         exact = torch.promote_types(torch.float32, x.dtype)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling import (
     LayerState,
-    PackedRow,
+    Sequences,
     SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
@@ -52,13 +52,13 @@ class WindowMixer(SSMMixer):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, packing: PackedRow | None = None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         inputs = self.in_proj(hidden_states)
         mix = self.attend if self.attends else self.recur
         return self.out_proj(mix(inputs, state, packing))
 
-    def attend(self, inputs: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def attend(self, inputs: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Map queries, keys and values ``[B, L, 3 D]`` to ``[B, L, D]``."""
         tokens, past = inputs.shape[1], self.window - 1
         # the ones mark keys: a row's end and a fresh start leave zeros instead, which are none
@@ -88,7 +88,7 @@ class WindowMixer(SSMMixer):
         y = y.transpose(1, 2).flatten(2)
         return y if rows is None else rows.scatter(y, tokens)
 
-    def recur(self, inputs: Tensor, state: LayerState, packing: PackedRow | None) -> Tensor:
+    def recur(self, inputs: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Map keep gates, values and output gates ``[B, L, 3 D]`` to ``[B, L, D]``."""
         keep, value, gate = inputs.chunk(3, dim=-1)
         keep = keep.to(torch.promote_types(torch.float32, keep.dtype)).sigmoid()

@@ -1,0 +1,77 @@
+"""Which caches fit which models: by fields of configurations, and by where states began."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from transformers import PreTrainedConfig
+
+from ssmzoo.modeling.configuration import state_fields
+
+STATE_ADAPTER = "state_adapter"  # the name of a state adapter in the model around the layers
+
+
+class Start(Protocol):
+    """What a state may have begun from in place of zeros: a state adapter."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of its states."""
+        ...
+
+
+def require_same_start(began: Start | None, adapter: Start | None) -> None:
+    """Check that a cache's states began where a model with this state adapter begins.
+
+    Raises:
+        ValueError: They began elsewhere.
+    """
+    made, has = (None if given is None else given.digest() for given in (began, adapter))
+    if made != has:
+        raise ValueError(
+            f"cache began from {start_named(made)}, and this model has {start_named(has)}; "
+            "read the prompt again"
+        )
+
+
+def start_named(digest: str | None) -> str:
+    """Return in words what states began from, by an adapter's digest."""
+    return "no state adapter" if digest is None else f"the state adapter {digest[:12]}"
+
+
+def as_of_now(owner: Any, wanted: Mapping[str, Any], kind: type[PreTrainedConfig]) -> Any:
+    """Return what a file says of the model that it belongs to, as this version would say it.
+
+    A field that its version did not have yet has its default; one that no longer counts is left
+    out.
+
+    Args:
+        owner: The content of the file.
+        wanted: The same of the model that the file is loaded for.
+        kind: The class of that model's configuration.
+    """
+    if not isinstance(owner, dict):
+        return owner
+    defaults = state_fields(kind)
+    return {name: owner.get(name, defaults.get(name)) for name in wanted}
+
+
+def difference(before: Any, now: Mapping[str, Any]) -> str:
+    """Return in words what two signatures do not share; of two families, their names."""
+    if not isinstance(before, dict):  # of a file
+        return f"made for {before!r}, got {now}"
+    shared = before.keys() & now.keys()
+    names = [x for x in {**before, **now} if x not in shared or before[x] != now[x]]
+    if "model_type" in names:
+        names = ["model_type"]
+    made, got = (
+        ", ".join(f"{name} = {fields.get(name)!r}" for name in names) for fields in (before, now)
+    )
+    return f"made for {made}, got {got}"
+
+
+@functools.cache
+def own_fields(kind: type[PreTrainedConfig]) -> tuple[str, ...]:
+    """Return the fields of a configuration that a state's meaning or shape may depend on."""
+    return tuple(state_fields(kind))

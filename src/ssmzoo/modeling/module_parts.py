@@ -1,0 +1,225 @@
+"""What a module is made of, as a program for one of its tokens needs it: layers, weights, settings.
+
+Parts know whether they are still what they were when they were asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+from ssmzoo.modeling.forward_code import ForwardCode, current_code
+from ssmzoo_kernels.few_rows_linear import rows_of_int8
+from ssmzoo_kernels.token_step import Program, Value
+
+FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HOOKS = operator.itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+
+T = TypeVar("T")
+
+
+class State(NamedTuple):
+    """A state as a program knows it."""
+
+    number: int
+    like: Tensor  # [B, ...]
+
+
+class UnservedError(Exception):
+    """The module has something that no program is written for; it is asked again when it changes.
+
+    Its text says what that is.
+    """
+
+
+class ModuleParts:
+    """The layers and weights that a program is made of, and whether they are still the same.
+
+    Args:
+        module: What layers are looked for in.
+        dtype: What matrices are.
+
+    Attributes:
+        watched: Whether a layer has hooks or methods of its own.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self.root: Any = module
+        self.dtype = dtype
+        self._layers = [*module.modules()]
+        self._children = [
+            (layer._modules, [*layer._modules.values()]) for layer in self._layers if layer._modules
+        ]
+        self._attributes = [layer.__dict__ for layer in self._layers]
+        self._sizes = [*map(len, self._attributes)]
+        self._classes = [*map(type, self._layers)]
+        self._code = current_code(self._classes)
+        self._hooked = self._hooks()
+        # who watches the root sees its output; hooks of Accelerate are an object's own forward
+        own = any(not self._code.methods.isdisjoint(held) for held in self._attributes[1:])
+        inner = self._code.methods - {"forward"}
+        self.watched = self._hooked or own or not inner.isdisjoint(module.__dict__)
+        self._held: list[tuple[dict[str, Any], str, Any]] = []
+        self._weights: list[tuple[Tensor, int, torch.Size]] = []
+        self._settings: list[tuple[Any, str, Any]] = []
+        self._derived: list[tuple[Callable[[], Any], Any]] = []
+
+    def layer(self, name: str, *kinds: type[nn.Module]) -> Any:
+        """Return a submodule, of one of some classes or of any."""
+        layer = self.root
+        for part in name.split("."):
+            owner, layer = layer, layer._modules.get(part)
+            if layer is None:
+                raise UnservedError(f"{type(owner).__name__} has no layer {part!r}")
+        if kinds and stock_class(layer) not in kinds:
+            raise UnservedError
+        return layer
+
+    def within(self, name: str, *kinds: type[nn.Module]) -> ModuleParts:
+        """Return the same parts, with names that are looked for in :meth:`layer`."""
+        inner = copy.copy(self)
+        inner.root = self.layer(name, *kinds)
+        return inner
+
+    def weight(self, owner: nn.Module, name: str = "weight", optional: bool = False) -> Any:
+        """Return a parameter."""
+        kept = owner._parameters.get(name)
+        self._held.append((owner._parameters, name, kept))
+        if kept is None and optional and getattr(owner, name, None) is None:
+            return None
+        if (
+            type(kept) is not nn.Parameter  # quantised or made anew for each call, perhaps
+            or kept.dtype not in FORMATS
+            or kept.device.type != "cpu"
+            or not kept.is_contiguous()
+        ):
+            raise UnservedError
+        self._weights.append((kept, kept.data_ptr(), kept.shape))
+        return kept.detach()
+
+    def buffer(self, owner: nn.Module, name: str) -> Tensor | None:
+        """Return a buffer of numbers that no gradient changes, None if there is none."""
+        held = owner._buffers.get(name)
+        self._held.append((owner._buffers, name, held))
+        if held is not None:
+            if held.dtype not in FORMATS or held.device.type != "cpu" or not held.is_contiguous():
+                raise UnservedError
+            self._weights.append((held, held.data_ptr(), held.shape))
+        return held
+
+    def derived(self, make: Callable[[], T]) -> T:
+        """Return a value that a function keeps for as long as it is right."""
+        value = make()
+        self._derived.append((make, value))
+        return value
+
+    def setting(self, owner: object, name: str) -> Any:
+        """Return a plain attribute, None if there is none."""
+        value = getattr(owner, name, None)
+        self._settings.append((owner, name, value))
+        return value
+
+    def eps(self, layer: nn.Module) -> float:
+        """Return what a norm adds to the mean square."""
+        if not (name := name_of_eps(layer)):
+            raise UnservedError
+        return self.setting(layer, name)
+
+    def matrix(self, layer: nn.Module) -> tuple[Any, Any]:
+        """Return a linear layer's weight, and its scales if it is int8 with one a row."""
+        kept: Any = layer._parameters.get("weight")
+        scale = None
+        if (rows := rows_of_int8(kept)) is None:
+            weight = self.weight(layer)
+        else:
+            weight, scale = rows
+            self._held.append((layer._parameters, "weight", kept))
+            self._weights += [(part, part.data_ptr(), part.shape) for part in rows]
+            for name, part in zip(("qdata", "scale"), rows, strict=True):
+                self._derived.append((functools.partial(getattr, kept, name), part))
+        if kept.dtype is not self.dtype:  # what its own code multiplies it with
+            raise UnservedError
+        return weight, scale
+
+    def linear(self, program: Program, x: Value, name: str, into: Value | None = None) -> Value:
+        """Write a linear layer's instruction."""
+        layer = self.layer(name, nn.Linear)
+        weight, scale = self.matrix(layer)
+        if weight.shape[1] != x.width:
+            raise UnservedError
+        return program.linear(x, weight, self.weight(layer, "bias", optional=True), into, scale)
+
+    def norm(self, program: Program, x: Value, name: str, **gating: Any) -> Value:
+        """Write the instruction of a normalisation by the root mean square."""
+        layer = self.layer(name)
+        weight = None
+        if "Weightless" not in type(layer).__name__:
+            weight = self.weight(layer)
+        return program.rms_norm(x, weight, self.eps(layer), **gating)
+
+    def _hooks(self) -> bool:
+        """Return whether a layer but the root has hooks, in few calls."""
+        return any(map(any, map(_HOOKS, itertools.islice(self._attributes, 1, None))))
+
+    def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
+        """Return whether the layers' classes, and what these run, are what they were."""
+        return [*map(type, self._layers)] == self._classes and self._code.unchanged(checked)
+
+    def unchanged(self) -> bool:
+        """Return whether nothing was replaced, moved, hooked or added since, code aside."""
+        for held, kept in self._children:
+            if [*held.values()] != kept:
+                return False
+        for holder, name, kept in self._held:
+            if holder.get(name) is not kept:
+                return False
+        for owner, name, value in self._settings:
+            if getattr(owner, name, None) != value:
+                return False
+        for weight, address, shape in self._weights:
+            if weight.data_ptr() != address or weight.shape != shape or not weight.is_contiguous():
+                return False
+        for make, value in self._derived:
+            if make() is not value:
+                return False
+        return self._hooks() is self._hooked and [*map(len, self._attributes)] == self._sizes
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Return whether calling a layer does more than its class's forward."""
+    held = layer.__dict__
+    return bool(
+        any(_HOOKS(held))
+        or "forward" in held  # hooks of Accelerate
+        or module_hooks._global_forward_hooks
+        or module_hooks._global_forward_pre_hooks
+    )
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, or the one that ours stands for."""
+    kind = type(module)
+    return kind.__dict__.get("stock_class", kind)
+
+
+def name_of_eps(layer: nn.Module) -> str:
+    """Return the attribute that has what a norm adds to the mean square, or an empty string."""
+    names = ("variance_epsilon", "eps")
+    return next((name for name in names if isinstance(getattr(layer, name, None), float)), "")
+
+
+def recurrent(program: Program, state: State) -> int:
+    """Return the number of a recurrent state, which must be of the program's dtype."""
+    if state.like.dtype is not program.dtype:
+        raise UnservedError  # a state of fewer bits
+    return state.number
