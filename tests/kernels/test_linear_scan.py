@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tests.kernels import contracts
-from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo_kernels import linear_scan
 
@@ -122,10 +121,9 @@ def test_training_keeps_factors_and_states_and_nothing_else(backend):
 # --- torch.library and torch.compile ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_registered_ops_of_other_dtypes_pass_opcheck(backend, dtype):
-    a, b = (torch.randn(20, 3, dtype=dtype, requires_grad=True) for _ in range(2))
-    exact = torch.promote_types(torch.float32, dtype)
+def test_registered_ops_of_bfloat16_pass_opcheck(backend):
+    a, b = (torch.randn(20, 3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    exact = torch.float32
     state, offsets = torch.randn(3, 3, dtype=exact, requires_grad=True), torch.tensor([0, 8, 8, 20])
     for start in (state, None):
         torch.library.opcheck(torch.ops.ssmzoo.linear_scan.default, (a, b, start, offsets, backend))
@@ -148,20 +146,3 @@ def test_real_and_complex_tensors_do_not_mix(name, other):
 
 
 # --- the Triton kernels -----------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_kernels_compile_without_spills_and_a_lane_has_a_column():
-    pytest.importorskip("triton", reason="triton is not installed")
-    runs = {"linear_scan_fwd_kernel", "linear_scan_bwd_kernel"}
-    cut = {"linear_carry_kernel", "linear_combine_kernel"}
-    kernels = {"model": runs | cut, "whole": runs, "complex": runs | cut}
-    records = compiled("compiled_linear.py", *kernels)
-    assert {(r["case"], r["kernel"], r["target"]) for r in records} == {
-        (case, kernel, target)
-        for case, expected in kernels.items()
-        for kernel in expected
-        for target in ("sm_80", "sm_90")
-    }
-    assert all(r["layouts"] == [[[1], [32]]] for r in records), records
-    assert_no_spills(records, {"sm_80": 48 * 1024, "sm_90": 48 * 1024})
