@@ -60,14 +60,14 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
 demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
-	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)")
+	$(PY) eval/programs/demo.py $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)")
 
 zoo: $(INSTALLED) ## Train, score and publish the models of eval/zoo.yaml, or go on (ONLY=name,name, STEPS=n, TEXT=path, HUB=organisation)
-	$(PY) -m ssmzoo.cli.zoo $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
+	$(PY) eval/programs/zoo.py $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
 	  $(if $(HUB),--hub "$(HUB)") $(if $(filter-out 0,$(PUBLIC)),--public) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 small: $(INSTALLED) ## Train the models of eval/small.yaml into model_cards/small, or go on
-	$(PY) -m ssmzoo.cli.zoo --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \
+	$(PY) eval/programs/zoo.py --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \
 	  $(if $(ONLY),--only "$(ONLY)")
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers

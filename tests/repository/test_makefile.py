@@ -77,11 +77,11 @@ def test_a_changed_requirement_updates_the_environment(changed, checkout):
 
 
 def test_the_demo_takes_a_text_and_fewer_steps(checkout, monkeypatch):
-    assert would_run(checkout, "demo").split() == [".venv/bin/python", "-m", "ssmzoo.cli.demo"]
+    assert would_run(checkout, "demo").split() == [".venv/bin/python", "eval/programs/demo.py"]
     monkeypatch.setenv("TEXT", "my text, [1] & more.txt")
     monkeypatch.setenv("STEPS", "20")
     assert would_run(checkout, "demo").strip() == (
-        '.venv/bin/python -m ssmzoo.cli.demo --text "my text, [1] & more.txt" --steps "20"'
+        '.venv/bin/python eval/programs/demo.py --text "my text, [1] & more.txt" --steps "20"'
     )
 
 
@@ -89,11 +89,11 @@ def test_the_zoo_takes_names_a_text_steps_and_a_place_on_the_hub(checkout, monke
     def words():
         return shlex.split(would_run(checkout, "zoo").replace("\\\n", ""))
 
-    assert words() == [".venv/bin/python", "-m", "ssmzoo.cli.zoo"]
+    assert words() == [".venv/bin/python", "eval/programs/zoo.py"]
     settings = {"ONLY": "s4,s5", "TEXT": "my text", "STEPS": "3", "HUB": "lab"}
     for name, value in {**settings, "PUBLIC": "1", "DRY_RUN": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert words()[3:] == [
+    assert words()[2:] == [
         *("--only", "s4,s5", "--text", "my text", "--steps", "3"),
         *("--hub", "lab", "--public", "--dry-run"),
     ]

@@ -66,7 +66,7 @@ def test_the_wheels_top_level_is_ssmzoo_only(wheel):
     top = {name.partition("/")[0] for name in names}
     assert {"ssmzoo", "ssmzoo_kernels", "ssmzoo_longhorn"} < top
     assert [name for name in top if not name.startswith("ssmzoo")] == []
-    assert {"ssmzoo/_share/eval/papers.yaml", "ssmzoo/_share/eval/zoo.yaml"} < set(names)
+    assert "ssmzoo/_share/eval/papers.yaml" in names
     assert [n for n in names if n.endswith(".safetensors")] == []
     assert [n for n in names if "benchmarks" in n or n.endswith((".pyc", ".so", ".o"))] == []
 
@@ -208,7 +208,7 @@ for name in families():
 def test_shipped_files_are_found_from_an_installed_wheel(installed):
     texts = [path.read_text(encoding="utf-8") for path in ROOT.glob("src/ssmzoo/**/*.py")]
     names = {name for text in texts for name in re.findall(r'share\("([^"]+)"\)', text)}
-    assert {"eval/tasks", "eval/zoo.yaml", "model_cards/adapter.md"} <= names
+    assert {"eval/tasks", "model_cards/adapter.md"} <= names
     code = f"""
 from ssmzoo.files import share
 for name in {sorted(names)}:

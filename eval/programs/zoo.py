@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.cli.stages import (
+from stages import (
     guarded,
     is_trained,
     place_of,
@@ -27,12 +27,14 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
-from ssmzoo.files import STDLIB, read_json, share, write_json
+
+from ssmzoo.files import STDLIB, read_json, write_json
 
 if TYPE_CHECKING:
     from ssmzoo.recipe import Recipe
 
-# beside which, in the zoo's folder, models are published
+ZOO = Path(__file__).resolve().parents[1] / "zoo.yaml"
+# folders of the zoo that no model may be named after
 _WORK = ("published", "results", "runs", "text")
 
 
@@ -87,7 +89,7 @@ class Place:
 
 def zoo(arguments: Sequence[str] | None = None) -> int:
     """Make a zoo; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ssmzoo.cli.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python eval/programs/zoo.py", description=__doc__)
     parser.add_argument("--list", type=Path, help="which models (default: eval/zoo.yaml)")
     parser.add_argument("--only", help="names of models, with commas (default: all)")
     parser.add_argument("--text", help="file or folder to train on (default: the list's)")
@@ -109,7 +111,7 @@ def zoo(arguments: Sequence[str] | None = None) -> int:
             options.dry_run,
         )
         run_zoo(
-            options.list or share("eval/zoo.yaml"),
+            options.list or ZOO,
             options.output,
             place,
             only=None if options.only is None else options.only.split(","),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.cli.stages import (
+from stages import (
     guarded,
     place_of,
     require_same,
@@ -27,6 +27,7 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
+
 from ssmzoo.files import STDLIB, read_json, write_json
 
 MODELS = {"longhorn": "longhorn-demo", "mamba2": "mamba2-demo"}
@@ -48,7 +49,7 @@ sys.stdout.write(tokenizer.decode(out[0]))
 
 def demo(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ssmzoo.cli.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python eval/programs/demo.py", description=__doc__)
     parser.add_argument("--text", help="file or folder to train on (default: Python's own library)")
     parser.add_argument("--output", type=Path, default=Path("demo"), help="default: demo")
     parser.add_argument("--steps", help="training steps (default: the recipes')")
