@@ -7,10 +7,49 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from ssmzoo.data.labelled import Examples
+from ssmzoo.tasks import symbol_tokenizer
+from ssmzoo.training.model import NoHeadError, build_config, build_model, model_class
+from ssmzoo.training.objectives import labelled
 
 if TYPE_CHECKING:
     import torch
+
+    from ssmzoo.data.sources import DataSource
+    from ssmzoo.recipe import ModelSection
+
+
+def costs_of(section: ModelSection, source: DataSource, length: int) -> dict[str, Any]:
+    """Return ``parameters``, ``state_bytes`` and ``flops_per_token`` of a recipe's model.
+
+    The operations of a classifier, or of a regression, are those of the task's first example. The
+    state's size is None where a model keeps none, or depends on the whole input.
+    """
+    import torch
+
+    task = source.task
+    config = build_config(section, source.tokenizer, task)
+    model: Any = build_model(section, config, task).eval()
+    inputs, tokens, size = None, length, None
+    decoder = model  # the language model of the same configuration has the state
+    if task is not None and task.objective != "causal_lm":
+        example = Examples(task.batch([0]))
+        inputs, tokens = labelled(model, task).batch(example), example.tokens
+        del inputs["labels"]
+        decoder = None
+    with suppress(NoHeadError, ValueError):
+        if decoder is None:
+            known: Any = build_config(section, symbol_tokenizer(4))
+            decoder = model_class(known)._from_config(known, dtype=torch.float32).eval()
+        size = state_bytes(decoder, length)
+    return {
+        "parameters": model.num_parameters(),
+        "state_bytes": size,
+        "flops_per_token": flops_per_token(model, tokens, inputs),
+    }
 
 
 def state_bytes(model: torch.nn.Module, length: int) -> int | None:
