@@ -110,7 +110,7 @@ def rendered(page: Path) -> str:
 
 @cache
 def zoo() -> tuple[Sweep, list[Line]]:
-    """Return the sweep ``zoo``, and of its committed ledger what is searched."""
+    """Return the sweep ``zoo``, and the searched lines of its committed ledger."""
     sweep = load_sweep("zoo")
     return sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv")
 
@@ -171,7 +171,7 @@ def all_tables(papers: Mapping[str, Iterable[PaperTable]], results: Iterable[Sco
 
 
 def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
-    """Return the tables of a sweep's searched cells, what models cost, and what cannot be run."""
+    """Return the tables of a sweep's searched cells, what models cost, and unsupported pairs."""
     holes = defaultdict(list)
     for line in ledger:
         if line["lr"] is None:
@@ -325,7 +325,7 @@ def _sortable(table: str) -> str:
 
 
 def _costs(lines: list[Line]) -> str:
-    """Return what every model costs on one problem, whose lines these are; empty without any."""
+    """Return every model's costs on one problem, whose lines these are; empty without any."""
     best = best_rates(lines)
     places = [(model, width) for _, model, width in best]
     rows = []

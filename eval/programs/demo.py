@@ -3,7 +3,7 @@
 Train a small Longhorn and, on the same tokens, transformers' Mamba2 of equal size; score both on
 held-out files and on a recall task; time some steps of the Mamba2 on our kernels, too; write the
 card; publish into a folder; load that folder in a fresh process, as a stranger would, and let it
-write. What is done is not done again: the same command, given after an interruption, goes on.
+write. After an interruption the same command goes on; finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def demo(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_demo(text: str | None, output: Path, steps: int | None) -> None:
-    """Do the whole job, or what an earlier call left of it, and print what came of it."""
+    """Do the whole job, or go on with an earlier call's, and print the results."""
     from ssmzoo.training.checkpoint import locked
 
     begun = time.perf_counter()
@@ -82,7 +82,7 @@ def run_demo(text: str | None, output: Path, steps: int | None) -> None:
 
 
 def work(text: str | None, output: Path, steps: int | None) -> None:
-    """Do what is not done yet of the job."""
+    """Do the unfinished stages."""
     import ssmzoo.auto  # noqa: F401
     from ssmzoo.publishing.card import render_card
     from ssmzoo.publishing.hub import publish
@@ -103,7 +103,7 @@ def work(text: str | None, output: Path, steps: int | None) -> None:
     results = [output / "results" / f"{name}.json" for name in MODELS]
     render_card(model, results=results, run_dir=output / "longhorn")
     publish(model, published)
-    say("loading what was published in a fresh process")
+    say("loading the publication in a fresh process")
     sample = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, str(published.absolute()), PROMPT],
         stdin=subprocess.DEVNULL,

@@ -2,8 +2,8 @@
 
 A file such as ``eval/zoo.yaml`` lists them. Each is trained, scored (of text: on held-out documents
 and a recall task; of a task: on its test split), given golden logits and a card, and published into
-a folder or to the Hub. What is done is not done again: the same command, given after an
-interruption, goes on. Everything is checked before anything is written.
+a folder or to the Hub. After an interruption the same command goes on;
+finished stages are not repeated. Everything is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Place:
         )
 
     def check(self) -> None:
-        """Check what can be checked before there is a model.
+        """Check the place before there is a model.
 
         Raises:
             ValueError: No name of an organisation; a wish that only one of both places has.
@@ -131,7 +131,7 @@ def run_zoo(
     text: str | None,
     steps: int | None,
 ) -> None:
-    """Do the whole job, or what an earlier call left of it, and print what came of it."""
+    """Do the whole job, or go on with an earlier call's, and print the results."""
     from ssmzoo.training.checkpoint import locked
 
     place.check()

@@ -35,6 +35,11 @@ def pages():
 
 
 @pytest.fixture(scope="module")
+def zoo():
+    return load_sweep("zoo")
+
+
+@pytest.fixture(scope="module")
 def committed(pages):
     return {entry.path.stem: entry for entry in pages.results()}
 
@@ -47,13 +52,12 @@ def test_the_tables_of_the_pages_are_what_was_measured(pages):
     assert sorted(name for names in marked for name in names) == ["papers", "speed", "zoo"]
 
 
-def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages):
+def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages, zoo):
     shown = [problem for problems in pages.ZOO.values() for problem in problems]
-    assert sorted(shown) == sorted(load_sweep("zoo").problems)
+    assert sorted(shown) == sorted(zoo.problems)
 
 
-def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages):
-    zoo = load_sweep("zoo")
+def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages, zoo):
     cells = len(zoo.models) * len(zoo.problems)
     none = dict.fromkeys(("lr", "seed", "metric", "value", "validation", "note"))
     place = {**none, "problem": "parity", "model": "s4", "width": 64, "length": 40}
@@ -74,7 +78,7 @@ def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages)
     assert "cost" not in pages.zoo_tables(zoo, lines[:1])
 
 
-def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
+def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages, zoo):
     ledger = [
         {"problem": problem, "model": model, "width": 64, "lr": 0.1, "seed": 0, "length": 40,
          "metric": "accuracy", "value": value, "validation": value}
@@ -83,7 +87,6 @@ def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
             ("delay", "dss", 1.0),
         )
     ]  # fmt: skip
-    zoo = load_sweep("zoo")
     text = pages.family_table(zoo, ledger, "s5")
     assert "Not shown, with few problems so far: lru." in " ".join(text.split())
     assert text.splitlines()[-5:] == [

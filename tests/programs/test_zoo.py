@@ -58,7 +58,7 @@ def test_the_zoo_has_every_family_and_the_chief_baselines_at_about_one_size():
         assert (recipe.train.batch_size, recipe.train.seq_len) == (8, 512)
 
 
-def test_the_small_list_is_what_lies_in_the_repository():
+def test_the_small_list_names_the_models_of_the_repository():
     recipes = load_zoo(ROOT / "eval" / "small.yaml")
     assert sorted(recipes) == SHIPPED
     assert {recipe.model.family for recipe in recipes.values()} == set(families())
@@ -221,7 +221,7 @@ def contents(folder):
 
 
 @pytest.mark.long
-def test_a_zoo_that_is_killed_goes_on_to_its_table_and_is_not_made_twice(place, capsys):
+def test_a_killed_zoo_resumes_and_a_finished_one_is_not_made_again(place, capsys):
     command = [sys.executable, zoo.__file__, *COMMAND]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     begun = Path("zoo/runs/of-text/checkpoints")
@@ -392,7 +392,7 @@ def test_a_folder_of_something_else_is_left_alone(place, capsys):
     assert os.listdir("zoo") == ["thesis.tex"]
 
 
-def test_a_table_leaves_what_was_not_measured_empty(tmp_path):
+def test_a_table_leaves_missing_scores_and_speeds_empty(tmp_path):
     rows = []
     for name, task in (("a", "mqar"), ("b", "ssmzoo_recall_text"), ("c", "mqar")):
         (tmp_path / name).mkdir()

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = (
-    "install", "demo", "zoo", "small", "test", "quick", "test-transformers", "lint", "types",
-    "bench", "pages", "site", "wheel", "release", "upload",
-)  # fmt: skip
+TARGETS = ("install", "demo", "test", "test-transformers", "lint", "release")
 NEEDED = ("pyproject.toml", "constraints.txt", "src/ssmzoo/__init__.py")
 
 
@@ -89,7 +86,6 @@ def test_the_zoo_takes_names_a_text_steps_and_a_place_on_the_hub(checkout, monke
     def words():
         return shlex.split(would_run(checkout, "zoo").replace("\\\n", ""))
 
-    assert words() == [".venv/bin/python", "eval/programs/zoo.py"]
     settings = {"ONLY": "s4,s5", "TEXT": "my text", "STEPS": "3", "HUB": "lab"}
     for name, value in {**settings, "PUBLIC": "1", "DRY_RUN": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What a model costs to run: the bytes of its state, and its operations per token.
+"""A model's costs: parameters, bytes of the state, operations per token.
 
 For any model of transformers, whatever it calls its cache.
 """
@@ -53,7 +53,7 @@ def costs_of(section: ModelSection, source: DataSource, length: int) -> dict[str
 
 
 def state_bytes(model: torch.nn.Module, length: int) -> int | None:
-    """Return the size of what a model keeps of one sequence to go on from; None if nothing."""
+    """Return the bytes of a model's state after one sequence; None if it keeps none."""
     import torch
 
     from ssmzoo.modeling.compat import cache_name
@@ -68,9 +68,9 @@ def state_bytes(model: torch.nn.Module, length: int) -> int | None:
 
 
 def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
-    """Return what a model keeps without returning it, as RecurrentGemma does.
+    """Return the states that a model keeps without returning them, as RecurrentGemma does.
 
-    States that it leaves in its modules, and the cache that it fills if handed one.
+    They lie in its modules, and in the cache that it is given.
     """
     import torch
     from transformers import DynamicCache

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
+from ssmzoo.analysis.measure import (
+    ENERGY,
+    Inspection,
+    LayerInspection,
+    as_arguments,
+    measure_layers,
+)
 from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
 from ssmzoo.analysis.places import require_ours, require_place
 from ssmzoo.analysis.subject import (
@@ -87,34 +93,16 @@ def inspect_model(
         tokens = None if text is None else text_tokens(subject, str(model), text)
         inputs = _references(subject, length, sequences, tokens, seed)
     found = measure_layers(subject.model, inputs, layers=layers, measured=measured)
+    report = _report(subject, found)
     kind = "random tokens" if subject.channels is None else "random values"
     if text is not None or ids is not None:
         kind = "text" if text is not None else "given tokens"
-    report: dict[str, Any] = {
-        "format": FORMAT,
-        "model": subject.name,
-        "model_type": subject.model.config.model_type,
-        "untrained": subject.untrained,
-        "parameters": sum(p.numel() for p in subject.whole.parameters()),
-        "input": {
-            "kind": kind,
-            "length": found.length,
-            "sequences": found.sequences,
-            "seed": seed,
-        },
-        "energy": ENERGY,
-        "state_bytes": found.state_bytes,
-        "state_note": found.state_note,
-        "layers": [_layer_report(layer) for layer in found.layers],
-        "other_layers": {
-            kind: [n for n, other in found.others.items() if other == kind]
-            for kind in sorted(set(found.others.values()))
-        },
-        "trajectories": None,
+    report["input"] = {
+        "kind": kind,
+        "length": found.length,
+        "sequences": found.sequences,
+        "seed": seed,
     }
-    if found.trajectories is not None:
-        parts = vars(found.trajectories)
-        report["trajectories"] = {name: tensor.tolist() for name, tensor in parts.items()}
 
     def write(folder: Path) -> None:
         report["pictures"] = draw_pictures(found, folder, title=subject.name)
@@ -123,6 +111,29 @@ def inspect_model(
 
     write_folder(target, write)
     return report
+
+
+def _report(subject: LoadedBackbone, found: Inspection) -> dict[str, Any]:
+    """Return the content of ``inspection.json``, without the input and the pictures' names."""
+    trajectories = found.trajectories
+    return {
+        "format": FORMAT,
+        "model": subject.name,
+        "model_type": subject.model.config.model_type,
+        "untrained": subject.untrained,
+        "parameters": sum(p.numel() for p in subject.whole.parameters()),
+        "energy": ENERGY,
+        "state_bytes": found.state_bytes,
+        "state_note": found.state_note,
+        "layers": [_layer_report(layer) for layer in found.layers],
+        "other_layers": {
+            kind: [n for n, other in found.others.items() if other == kind]
+            for kind in sorted(set(found.others.values()))
+        },
+        "trajectories": None
+        if trajectories is None
+        else {name: tensor.tolist() for name, tensor in vars(trajectories).items()},
+    }
 
 
 def _references(

@@ -41,7 +41,7 @@ def write_ledger(ledger: list[Line], target: Path) -> None:
 
 
 def read_ledger(path: str | Path) -> list[Line]:
-    """Read the lines of a ``ledger.csv``; what is empty is None.
+    """Read the lines of a ``ledger.csv``; an empty field is None.
 
     Raises:
         ValueError: It is no ledger, or a line is cut or wrong; the message has its number.
@@ -157,7 +157,7 @@ def shown_scores(lines: list[Line], length: int) -> str:
 
 
 def draw_problem(lines: list[Line], target: Path) -> None:
-    """Draw one problem: every model at its best rate, and what its state's bytes buy.
+    """Draw one problem: every model at its best rate, and its score over the bytes of its state.
 
     On the left means over seeds, from the least to the greatest, at the training length (full) and
     at the others (hollow); on the right the former against the state of one sequence. Models whose

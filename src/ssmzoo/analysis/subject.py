@@ -36,7 +36,7 @@ class LoadedBackbone:
 
     Attributes:
         model: The backbone.
-        whole: What was saved, with the head; of an untrained model the backbone alone.
+        whole: The saved model with its head; of an untrained one the backbone alone.
         name: The model's name in reports.
         untrained: Whether its weights are random.
     """
@@ -58,44 +58,22 @@ class LoadedBackbone:
 
 
 def load_subject(
-    name: str, *, seed: int, device: str | None, stock: bool = False
+    name: str, *, seed: int, device: str | None, stock: bool, dtype: Dtype = "float32"
 ) -> LoadedBackbone:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
 
-    transformers' recurrent models run on our kernels, unless they are to stay ``stock``.
+    It reads tokens or values. Saved weights have the given dtype, untrained ones that of the
+    configuration. transformers' recurrent models run on our kernels, unless they are to stay
+    ``stock``.
 
     Raises:
         LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model with recurrent layers, or the device is not
-            there.
+        ValueError: The folder holds no complete model with recurrent layers, or one of images, or
+            the device is not there.
         RuntimeError: The family's plugin cannot be loaded.
     """
     from ssmzoo.modeling.stock import choose_kernels, mixers_of
 
-    subject = load_backbone(name, seed=seed, device=device)
-    if not isinstance(subject.model, SSMModel):
-        if not mixers_of(subject.model):
-            raise ValueError(
-                "inspect needs a model of the zoo, or one of transformers with recurrent layers: "
-                f"{name!r} must have such layers, got {type(subject.model).__name__}"
-            )
-        choose_kernels(subject.model, stock)
-    return subject
-
-
-def load_backbone(
-    name: str, *, seed: int, device: str | None, dtype: Dtype = "float32"
-) -> LoadedBackbone:
-    """Return the same of any model of tokens or of values that transformers loads.
-
-    Saved weights have the given dtype, untrained ones that of the configuration.
-
-    Raises:
-        LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model, or one of images, or the device is not
-            there.
-        RuntimeError: The family's plugin cannot be loaded.
-    """
     place = usable_device(device)
     source = model_source(name)
     untrained, shown = source.family is not None, name
@@ -110,6 +88,13 @@ def load_backbone(
             f"model must be one of tokens or of values, {name!r} takes images; name another one"
         )
     nn.Module.to(whole, place)
+    if not isinstance(model, SSMModel):
+        if not mixers_of(model):
+            raise ValueError(
+                f"{name!r} must be a model of the zoo, or one of transformers with recurrent "
+                f"layers, got {type(model).__name__}"
+            )
+        choose_kernels(model, stock)
     return LoadedBackbone(model.eval(), whole.eval(), shown, untrained)
 
 

@@ -80,7 +80,7 @@ def sweep(
         only: By ``problem``, ``model``, ``width``, ``lr`` and ``seed`` those to train. Learning
             rates named here are trained at every seed, searched or not.
         train: Whether to train; the ledger of finished runs is written either way.
-        keep: Keep the models, in ``model`` of the runs' folders.
+        keep: Keep the models that are trained now, in ``model`` of the runs' folders.
         stock: Leave transformers' recurrent models as they are, without our kernels.
 
     Returns:
@@ -114,10 +114,10 @@ def sweep(
     asked = {run.cell for run in wanted}
     unsupported = {cell: why for cell, why in before.unsupported.items() if cell not in asked}
     unsupported |= find_unsupported(wanted, problems)
-    runs = [run for run in wanted if run.cell not in unsupported]
     failed: list[str] = []
     if train:
-        todo = [run for run in runs if run.folder not in before.lines]
+        left = [run for run in wanted if run.folder not in before.lines]
+        todo = [run for run in left if run.cell not in unsupported]
         later = [] if (only or {}).get("lr") else chosen.later_seeds
         training = _Training(output, problems, keep, stock)
         failed += training.train_all([run for run in todo if run.place["seed"] not in later])
@@ -125,8 +125,6 @@ def sweep(
             best = _searched(chosen, _finished(planned, output).lines.values())
             at_best = [run for run in rest if best.get(run.cell) == run.place["lr"]]
             failed += training.train_all(at_best)
-        if keep:
-            _warn_of_missing_models([run for run in runs if run.folder in before.lines], output)
     ledger = _ledger(planned, _finished(planned, output).lines, unsupported)
     _write(output, chosen, ledger)
     if failed:
@@ -192,7 +190,7 @@ class Problems:
         return self._files[problem]
 
     def costs(self, run: PlannedRun, length: int) -> Line:
-        """Return what a model costs, which no rate and no seed changes."""
+        """Return a model's costs, which no rate and no seed changes."""
         if run.cell not in self._costs:
             tokens = min(length, MOST_TOKENS)
             self._costs[run.cell] = costs_of(run.recipe.model, self.source(run), tokens)
@@ -260,7 +258,7 @@ def _searched(chosen: Sweep, runs: Iterable[list[Line]]) -> dict[Cell, float]:
 
 
 def _require_same(run: PlannedRun, folder: Path, problems: Problems) -> None:
-    """Fail if what lies in a run's folder is another sweep's, or was trained on other text.
+    """Fail if a run's folder is of another sweep, or was trained on other text.
 
     Raises:
         ValueError: It is.
@@ -435,16 +433,6 @@ def _length_of(recipe: Recipe, source: DataSource) -> int:
         return int(task_arguments(name, SUPERVISED_TASKS[name], given, said)[argument])
     assert source.task is not None
     return int(source.task.batch([0]).lengths.max())
-
-
-def _warn_of_missing_models(runs: Iterable[PlannedRun], output: Path) -> None:
-    bare = [run for run in runs if not (output / "runs" / run.folder / "model").is_dir()]
-    if bare:
-        logger.warning(
-            "%d runs were finished before and kept no model, the first: %s; remove their folders "
-            "and their lines in ledger.csv to train them again",
-            *(len(bare), bare[0]),
-        )
 
 
 def _ledger(

@@ -57,16 +57,16 @@ class Problem(Section):
 
 
 class Sweep(Section):
-    """What ``ssmzoo sweep`` reads: a closed YAML file.
+    """The closed YAML file of ``ssmzoo sweep``.
 
     Attributes:
         models: By the name that the ledger shows, a recipe's ``model`` section without
             ``hidden_size``: families of the zoo and foreign ones, model types of transformers, and
             saved models, which have a width of their own.
-        problems: By the name that the ledger shows, what is learned.
-        widths: What ``hidden_size`` runs through.
-        learning_rates: What ``train.lr`` runs through.
-        seeds: What ``train.seed`` runs through.
+        problems: By the name that the ledger shows, the data and the training.
+        widths: The values of ``hidden_size``.
+        learning_rates: The values of ``train.lr``.
+        seeds: The values of ``train.seed``.
         search_seeds: The number of first seeds that run at every learning rate; the others run at
             the best of them alone, once these are finished. If absent, all run at every rate.
     """
@@ -162,7 +162,7 @@ class PlannedRun:
 
     Attributes:
         place: Its ``problem``, ``model``, ``width`` (None of a saved model), ``lr`` and ``seed``.
-        recipe: What it trains.
+        recipe: Its recipe.
         digest: Tells its recipe from others in the ledger.
     """
 
@@ -180,7 +180,7 @@ class PlannedRun:
 
     @property
     def cell(self) -> Cell:
-        """What has one configuration: problem, model and width."""
+        """Its problem, model and width, which make the configuration."""
         return cell_of(self.place)
 
     def __str__(self) -> str:
@@ -217,7 +217,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Return twelve hexadecimal digits that tell what a recipe trains from what others do."""
+    """Return a digest of twelve digits of the sections that change a run's result."""
     text = {
         name: getattr(recipe, name).model_dump(exclude_defaults=True, mode="json")
         for name in COMPARED
@@ -226,7 +226,7 @@ def _digest(recipe: Recipe) -> str:
 
 
 def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
-    """Return what ``problem=NAME``, ``model=NAME``, ``width=N``, ``lr=RATE``, ``seed=N`` choose.
+    """Parse terms such as ``problem=NAME``, ``width=N`` and ``lr=RATE``; values by field.
 
     Raises:
         LookupError: No such field.
