@@ -92,8 +92,8 @@ def test_the_bandwidth_bound_follows_from_the_bytes_of_each_precision():
     network = family.model_class(family.config(**family.tiny))
     table = network.embed_tokens.weight
     read = sum(p.numel() * p.element_size() for p in network.parameters() if p is not table)
-    bandwidth = 1e9 * facts["memory"]["read_gb_s"]
-    assert rates["float32"] == pytest.approx(bandwidth / read, rel=0.01)
+    shown = facts["memory"]["read_gb_s"]  # rounded to a tenth
+    assert rates["float32"] == pytest.approx(1e9 * shown / read, rel=0.01 + 0.05 / shown)
 
 
 @pytest.mark.parametrize("head", ["causal_lm_class", "sequence_classification_class"])

@@ -137,15 +137,15 @@ def examine_model(
 
     import torch
 
+    from ssmzoo.analysis.backbone import load_backbone, reference_inputs
     from ssmzoo.analysis.measure import as_arguments, cache_after
-    from ssmzoo.analysis.subject import load_subject, reference_inputs
     from ssmzoo_kernels.machine import hardware
 
-    subject = load_subject(str(model), seed=0, device=device, stock=stock, dtype="auto")
-    network = subject.model
+    loaded = load_backbone(str(model), seed=0, device=device, stock=stock, dtype="auto")
+    network = loaded.model
     layers = _layers(network)
-    place, weights = network.device, list(subject.whole.parameters())
-    inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
+    place, weights = network.device, list(loaded.whole.parameters())
+    inputs = reference_inputs(loaded, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
         name, cache, state, reason = cache_after(network, inputs)
 
@@ -164,8 +164,8 @@ def examine_model(
             step_seconds = _least_seconds(step, place)
     tokens = {"read": (batch_size * length, read_seconds), "step": (batch_size, step_seconds)}
     return {
-        "model": subject.name,
-        "untrained": subject.untrained,
+        "model": loaded.name,
+        "untrained": loaded.untrained,
         "device": hardware(place),
         "batch_size": batch_size,
         "length": length,

@@ -57,7 +57,7 @@ class LoadedBackbone:
         return self.model.config.get_text_config().vocab_size
 
 
-def load_subject(
+def load_backbone(
     name: str, *, seed: int, device: str | None, stock: bool, dtype: Dtype = "float32"
 ) -> LoadedBackbone:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
@@ -117,7 +117,7 @@ class _AsSaved:
 
 
 def reference_inputs(
-    subject: LoadedBackbone,
+    loaded: LoadedBackbone,
     length: int,
     sequences: int,
     *,
@@ -132,7 +132,7 @@ def reference_inputs(
     Raises:
         ValueError: Fewer tokens than one sequence needs.
     """
-    device = subject.model.device
+    device = loaded.model.device
     if tokens is not None:
         count = min(sequences, len(tokens) // length)
         if count == 0:
@@ -142,30 +142,30 @@ def reference_inputs(
             )
         return tokens[: count * length].view(count, length).to(device)
     draw = torch.Generator().manual_seed(seed)
-    channels = subject.channels
+    channels = loaded.channels
     if channels is not None:
         return torch.randn(sequences, length, channels, generator=draw).to(device)
-    return torch.randint(subject.vocab_size, (sequences, length), generator=draw).to(device)
+    return torch.randint(loaded.vocab_size, (sequences, length), generator=draw).to(device)
 
 
-def given_ids(subject: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
+def given_ids(loaded: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return given token ids ``[B, L]``.
 
     Raises:
         ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
             values.
     """
-    if subject.channels is not None:
+    if loaded.channels is not None:
         raise ValueError("ids must be left out: this model takes values, not tokens")
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1 or not lengths[0]:
         raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
     ids = torch.tensor(rows, dtype=torch.int64)
-    check_indices("ids", ids, subject.vocab_size)
-    return ids.to(subject.model.device)
+    check_indices("ids", ids, loaded.vocab_size)
+    return ids.to(loaded.model.device)
 
 
-def text_tokens(subject: LoadedBackbone, source: str, text: str | Path) -> Tensor:
+def text_tokens(loaded: LoadedBackbone, source: str, text: str | Path) -> Tensor:
     """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
 
     An untrained model has none and reads bytes.
@@ -173,22 +173,22 @@ def text_tokens(subject: LoadedBackbone, source: str, text: str | Path) -> Tenso
     Raises:
         ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
     """
-    if subject.channels is not None:
+    if loaded.channels is not None:
         raise ValueError("text must be left out: this model takes values, not tokens")
     files = expand([str(text)], "text")
     words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
-    tokenizer = _tokenizer(subject, source)
+    tokenizer = _tokenizer(loaded, source)
     ids = cast("list[int]", tokenizer.encode(words, add_special_tokens=False, verbose=False))
-    if ids and max(ids) >= subject.vocab_size:
+    if ids and max(ids) >= loaded.vocab_size:
         raise ValueError(
             f"the tokenizer gives token id {max(ids)}, the model knows ids below "
-            f"{subject.vocab_size}: they do not belong together; leave text out for random tokens"
+            f"{loaded.vocab_size}: they do not belong together; leave text out for random tokens"
         )
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _tokenizer(subject: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:
-    if subject.untrained:
+def _tokenizer(loaded: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:
+    if loaded.untrained:
         from ssmzoo.data.tokenizer import byte_tokenizer
 
         return byte_tokenizer()
