@@ -1,8 +1,9 @@
 # Every target stands alone: it makes .venv and installs what it needs, once.
 # Settings: PYTHON=python3.12 (to make .venv with), PIP_ARGS='...' (for pip install),
-#           TEXT=path, STEPS=20 (for demo, zoo: your text, fewer training steps), ONLY=name,name (for zoo, small: these models),
-#           HUB=organisation, PUBLIC=1, DRY_RUN=1 (for zoo: publish to the Hub, for all to see, or only show what would go), WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these
-#           alone, on the versions of constraints.txt alone),
+#           TEXT=path, STEPS=20 (for demo, zoo: your text, fewer training steps),
+#           ONLY=name,name (for zoo, small: these models),
+#           HUB=organisation, PUBLIC=1, DRY_RUN=1 (for zoo: publish to the Hub, in public, or only list the files),
+#           WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these alone, on constraints.txt alone),
 #           RUNS=folder (for cards), VERSION=0.1.0 (for release, upload)
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ VERSION ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# the oldest transformers that pyproject.toml admits, and what of it the newest's own set does not serve
+# the oldest transformers that pyproject.toml admits, with those of its needs that the newest set lacks
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 OLDEST_DIR := $(VENV)/transformers-5.17.0
 # the torchao of constraints.txt, beside the rest: where it is installed, every import of transformers loads it
@@ -34,7 +35,7 @@ TWINE := $(VENV)/twine/bin/twine
 SUITE := $(VENV)/transformers-tests
 MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
-# checks of what torch makes of a model, which is the same torch there
+# checks of torch, which is the same there
 OF_TORCH := compile or fullgraph or export or onnx
 OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py)
 
@@ -46,7 +47,7 @@ PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
 	SSMZOO_TEST_TORCHAO=$(abspath $(TORCHAO_DIR)) SSMZOO_TEST_ONNX=$(abspath $(ONNX_DIR)) \
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
-# the C library keeps what is freed: no call pays for pages that another gave back
+# the C library keeps freed memory: no call waits for new pages
 STEADY = MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647
 
 .PHONY: help install demo zoo small test quick test-kit test-gpu test-transformers lint format types bench cards pages site wheel release upload clean
@@ -60,14 +61,14 @@ install: $(INSTALLED) ## Make .venv and install the project with the versions of
 	@echo "== ssmzoo is installed: $(VENV)/bin/ssmzoo list =="
 
 demo: $(INSTALLED) ## Train, score, publish, reload a small Longhorn, or go on (TEXT=path, STEPS=20: your text, shorter)
-	$(PY) -m ssmzoo.cli.demo $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)")
+	$(PY) eval/programs/demo.py $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)")
 
 zoo: $(INSTALLED) ## Train, score and publish the models of eval/zoo.yaml, or go on (ONLY=name,name, STEPS=n, TEXT=path, HUB=organisation)
-	$(PY) -m ssmzoo.cli.zoo $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
+	$(PY) eval/programs/zoo.py $(if $(ONLY),--only "$(ONLY)") $(if $(TEXT),--text "$(TEXT)") $(if $(STEPS),--steps "$(STEPS)") \
 	  $(if $(HUB),--hub "$(HUB)") $(if $(filter-out 0,$(PUBLIC)),--public) $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 small: $(INSTALLED) ## Train the models of eval/small.yaml into model_cards/small, or go on
-	$(PY) -m ssmzoo.cli.zoo --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \
+	$(PY) eval/programs/zoo.py --list eval/small.yaml --output runs/small --publish model_cards/small --no-code \
 	  $(if $(ONLY),--only "$(ONLY)")
 
 test: $(INSTALLED) $(OLDEST_DIR)/.installed $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed ## Run all tests, the model tests also on the oldest transformers
@@ -119,7 +120,7 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 	  $(PY) -m ssmzoo card $$card $(addprefix --results ,$(RESULTS)) || exit 1; \
 	done
 
-pages: $(INSTALLED) ## Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md from what was measured
+pages: $(INSTALLED) ## Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md from committed results
 	$(PY) eval/pages.py
 
 site: $(INSTALLED) ## Build the site of all pages into build/site

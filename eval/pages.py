@@ -16,9 +16,10 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from programs.papers import (
     MEANING,
@@ -32,18 +33,19 @@ from programs.papers import (
 
 from ssmzoo.analysis.ledger import (
     Line,
-    beside_table,
     best_rates,
+    by_length,
     cell_of,
-    markdown_table,
     shown_model,
+    shown_scores,
+    spread,
 )
 from ssmzoo.analysis.sweep import searched_lines
 from ssmzoo.analysis.sweep_plan import Sweep, load_sweep
 from ssmzoo.files import write_text
 from ssmzoo.publishing.card_facts import family_words
 from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore, scored_model
-from ssmzoo.recipe import load_recipe
+from ssmzoo.recipe import HIGHER_IS_BETTER, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -103,7 +105,7 @@ def rendered(page: Path) -> str:
 
 @cache
 def zoo() -> tuple[Sweep, list[Line]]:
-    """Return the sweep ``zoo``, and of its committed ledger what is searched."""
+    """Return the sweep ``zoo``, and the searched lines of its committed ledger."""
     sweep = load_sweep("zoo")
     return sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv")
 
@@ -164,7 +166,7 @@ def all_tables(papers: Mapping[str, Iterable[PaperTable]], results: Iterable[Sco
 
 
 def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
-    """Return the tables of a sweep's searched cells, what models cost, and what cannot be run."""
+    """Return the tables of a sweep's searched cells, what models cost, and unsupported pairs."""
     holes = defaultdict(list)
     for line in ledger:
         if line["lr"] is None:
@@ -216,13 +218,109 @@ def family_table(sweep: Sweep, ledger: list[Line], family: str) -> str:
     return "\n".join([*textwrap.wrap(words, width=120), "", table])
 
 
+def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
+    """Return models by problems as Markdown, each at its best learning rate.
+
+    A cell is the mean over seeds and, of several, from the least to the greatest; it says how many
+    diverged. ``-`` is an unsupported pair. A problem that is evaluated at other lengths, too, has a
+    column for each.
+
+    Args:
+        ledger: The lines.
+        problems: The columns, in this order; those of which nothing was trained are left out.
+        models: The rows, in this order, one for each width; likewise.
+    """
+    best = best_rates(ledger)
+    places = dict.fromkeys((line["model"], line["width"]) for line in ledger)
+    columns = _problem_columns(best, problems)
+    rows = [["model", *(head for head, _, _ in columns)], ["---", *["---:"] * len(columns)]]
+    unsupported = {cell_of(line) for line in ledger if line["lr"] is None}
+    for model, width in sorted(places, key=lambda place: models.index(place[0])):
+        cells = []
+        for _, name, length in columns:
+            cell = (name, model, width)
+            cells.append("-" if cell in unsupported else shown_scores(best.get(cell, []), length))
+        if any(text.strip("-") for text in cells):
+            rows.append([shown_model(model, width, places), *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
+    """Return problems by models as Markdown, and the best of all models of the ledger.
+
+    Rows are the columns of :func:`markdown_table`, cells its means, with a star where the seeds
+    differ by more than 0.1. The best is of the models that have the most seeds there, and named
+    where it is one.
+
+    Args:
+        ledger: The lines.
+        problems: The rows, in this order; those of which nothing was trained are left out.
+        models: The columns, in this order.
+
+    Raises:
+        ValueError: Models of several widths.
+    """
+    widths = {line["width"] for line in ledger}
+    if len(widths) > 1:
+        raise ValueError(f"the ledger must have models of one width, got {sorted(widths)}")
+    best = {(problem, model): lines for (problem, model, _), lines in best_rates(ledger).items()}
+    unsupported = {(line["problem"], line["model"]) for line in ledger if line["lr"] is None}
+    rows = [["problem", *models, "the best of all"], ["---", *["---:"] * (len(models) + 1)]]
+    for head, problem, length in _problem_columns(best, problems):
+        cells = [
+            "-"
+            if (problem, model) in unsupported
+            else _brief(best.get((problem, model), []), length)
+            for model in models
+        ]
+        there = {
+            model: found
+            for (name, model), lines in best.items()
+            if name == problem and (found := by_length(lines).get(length))
+        }
+        most = max(map(len, there.values()))
+        means = {
+            model: f"{spread(found)[0]:.3f}" for model, found in there.items() if len(found) == most
+        }
+        higher = next(iter(there.values()))[0]["metric"] in HIGHER_IS_BETTER
+        first = (max if higher else min)(means.values(), key=float)
+        names = [model for model, mean in means.items() if mean == first]
+        whose = names[0] if len(names) == 1 else f"{len(names)} models"
+        rows.append([head, *cells, f"{first} ({whose})"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _brief(lines: list[Line], length: int) -> str:
+    """Return the mean at one length of the lines of a learning rate, with a star if it is wide."""
+    found = by_length(lines).get(length, [])
+    if not found or len(found) < len({line["seed"] for line in lines}):
+        return shown_scores(lines, length)
+    mean, least, greatest = spread(found)
+    return f"{mean:.3f}{'*' if greatest - least > 0.1 else ''}"
+
+
+def _problem_columns(
+    best: Mapping[Any, list[Line]], problems: Sequence[str]
+) -> list[tuple[str, str, int]]:
+    """Return the heading, the problem and the length of each column, one for each length."""
+    columns = []
+    for name in problems:
+        runs = [line for place, lines in best.items() if place[0] == name for line in lines]
+        metric = next((line["metric"] for line in runs if line["metric"]), "accuracy")
+        unit = "" if metric == "accuracy" else f", {metric.replace('_', ' ')}"
+        for number, length in enumerate(by_length(runs)):
+            where = f" at {length:,}" if number else ""
+            columns.append((f"{name}{where}{unit}", name, length))
+    return columns
+
+
 def _sortable(table: str) -> str:
     """Return a table that can be sorted and filtered in the site."""
     return f'<div class="ledger">\n\n{table}\n\n</div>'
 
 
 def _costs(lines: list[Line]) -> str:
-    """Return what every model costs on one problem, whose lines these are; empty without any."""
+    """Return every model's costs on one problem, whose lines these are; empty without any."""
     best = best_rates(lines)
     places = [(model, width) for _, model, width in best]
     rows = []

@@ -77,7 +77,7 @@ def test_the_peak_memory_of_a_training_step_is_printed(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("output", ["notes.md", "notes.csv", "absent/x.csv", "absent"])
-def test_what_no_rows_can_be_written_to_is_refused_before_anything_is_timed(
+def test_an_output_that_is_no_csv_of_rows_is_refused_before_anything_is_timed(
     output, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(bench, "_decode_seconds", None)

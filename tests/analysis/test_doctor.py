@@ -82,7 +82,7 @@ def test_bytes_and_speed_are_those_of_the_batch():
         assert facts["tokens_per_second"]["read"] == round(16 * tokens / facts["seconds"]["read"])
 
 
-def test_what_the_memory_allows_is_by_the_bytes_of_each_precision():
+def test_the_bandwidth_bound_follows_from_the_bytes_of_each_precision():
     facts = examine_model("longhorn", length=16, device="cpu")
     rates = facts["memory"]["tokens_per_second"]
     assert list(rates) == ["float32", "bfloat16", "int8"]
@@ -92,8 +92,8 @@ def test_what_the_memory_allows_is_by_the_bytes_of_each_precision():
     network = family.model_class(family.config(**family.tiny))
     table = network.embed_tokens.weight
     read = sum(p.numel() * p.element_size() for p in network.parameters() if p is not table)
-    bandwidth = 1e9 * facts["memory"]["read_gb_s"]
-    assert rates["float32"] == pytest.approx(bandwidth / read, rel=0.01)
+    shown = facts["memory"]["read_gb_s"]  # rounded to a tenth
+    assert rates["float32"] == pytest.approx(1e9 * shown / read, rel=0.01 + 0.05 / shown)
 
 
 @pytest.mark.parametrize("head", ["causal_lm_class", "sequence_classification_class"])
@@ -118,8 +118,10 @@ def test_tensors_that_belong_to_no_head_are_told(tmp_path, caplog):
     assert "1 tensors that a LonghornForCausalLM has no place for" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["longhorn", "linear_attention"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("longhorn", torch.bfloat16), ("linear_attention", torch.float16)],
+)
 def test_a_saved_model_is_measured_in_its_own_dtype(family, dtype, tmp_path):
     found = load_family(family)
     whole = found.causal_lm_class(found.config(**found.tiny)).to(dtype)
@@ -195,7 +197,7 @@ def test_the_command_prints_machine_and_layers(prints):
     assert "state after 8 tokens, batch 3: " in out
     assert "0-1     LonghornMixer  longhorn_scan  cpu" in out
     assert "0-1     LonghornMixer  token_step              cpu" in out
-    assert "GB/s) allows one by one: float32 " in out
+    assert "GB/s), one by one: float32 " in out
     assert " (torchao) one by one" in out
 
 
@@ -209,7 +211,7 @@ def test_the_command_prints_machine_and_layers(prints):
         (["longhorn:longhorn-1b"], "longhorn-1.3b"),
     ],
 )
-def test_what_the_doctor_cannot_look_at_is_one_line(capsys, arguments, message):
+def test_a_wrong_argument_of_doctor_is_one_line(capsys, arguments, message):
     assert main(["doctor", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err

@@ -35,6 +35,11 @@ def pages():
 
 
 @pytest.fixture(scope="module")
+def zoo():
+    return load_sweep("zoo")
+
+
+@pytest.fixture(scope="module")
 def committed(pages):
     return {entry.path.stem: entry for entry in pages.results()}
 
@@ -47,13 +52,12 @@ def test_the_tables_of_the_pages_are_what_was_measured(pages):
     assert sorted(name for names in marked for name in names) == ["papers", "speed", "zoo"]
 
 
-def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages):
+def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages, zoo):
     shown = [problem for problems in pages.ZOO.values() for problem in problems]
-    assert sorted(shown) == sorted(load_sweep("zoo").problems)
+    assert sorted(shown) == sorted(zoo.problems)
 
 
-def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages):
-    zoo = load_sweep("zoo")
+def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages, zoo):
     cells = len(zoo.models) * len(zoo.problems)
     none = dict.fromkeys(("lr", "seed", "metric", "value", "validation", "note"))
     place = {**none, "problem": "parity", "model": "s4", "width": 64, "length": 40}
@@ -74,7 +78,7 @@ def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages)
     assert "cost" not in pages.zoo_tables(zoo, lines[:1])
 
 
-def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
+def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages, zoo):
     ledger = [
         {"problem": problem, "model": model, "width": 64, "lr": 0.1, "seed": 0, "length": 40,
          "metric": "accuracy", "value": value, "validation": value}
@@ -83,7 +87,6 @@ def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages):
             ("delay", "dss", 1.0),
         )
     ]  # fmt: skip
-    zoo = load_sweep("zoo")
     text = pages.family_table(zoo, ledger, "s5")
     assert "Not shown, with few problems so far: lru." in " ".join(text.split())
     assert text.splitlines()[-5:] == [
@@ -326,3 +329,60 @@ def test_a_file_that_is_no_list_of_tables_is_refused(text, tmp_path, monkeypatch
     monkeypatch.setattr(papers, "PLACE", tmp_path / "papers.yaml")
     with pytest.raises(ValueError, match="must hold a list of tables by family"):
         papers.papers()
+
+
+def test_a_comparison_has_models_by_problems_and_lengths(pages):
+    ledger = [line_of(seed, value) for seed, value in enumerate((0.9, 0.1, 0.2))]
+    ledger += [line_of(0, 0.25, validation=0.9, length=16), line_of(0, 0.75, lr=0.2)]
+    ledger += [
+        line_of(0, 1.5, problem="q", metric="bits_per_byte"),
+        line_of(0, None, problem="q", model="c", metric=None),
+        line_of(None, None, model="c", lr=None, metric=None, note="why"),
+        line_of(0, 0.0, model="d"),
+        line_of(1, None, model="d", metric=None),
+        line_of(None, None, problem="r", model="e", lr=None, metric=None, note="why"),
+    ]
+    assert pages.markdown_table(ledger, ("q", "absent", "r", "p"), "edcb").splitlines() == [
+        "| model | q, bits per byte | p | p at 16 |",
+        "| --- | ---: | ---: | ---: |",
+        "| d |  | 0.000, 1 diverged | diverged |",
+        "| c | diverged | - | - |",
+        "| b | 1.500 | 0.400 (0.100 to 0.900) | 0.250 |",
+    ]
+    wide = [line_of(0, 0.5), line_of(0, 0.75, width=16), line_of(0, 1.0, model="own", width=None)]
+    assert pages.markdown_table(wide, "p", ("own", "b")).splitlines()[2:] == [
+        "| own | 1.000 |",
+        "| b 8 | 0.500 |",
+        "| b 16 | 0.750 |",
+    ]
+
+
+def test_the_table_of_some_models_names_the_best_of_all(pages):
+    def lines(problem, model, *values, **changes):
+        place = {"problem": problem, "model": model, "width": 8, "lr": 0.1, "length": 8}
+        place |= {"metric": "accuracy", "validation": 0, **changes}
+        return [{**place, "seed": seed, "value": value} for seed, value in enumerate(values)]
+
+    bits = {"metric": "bits_per_byte"}
+    ledger = [
+        *lines("p", "a", 0.25, 0.75), *lines("p", "b", 0.5, 0.5001), *lines("p", "c", 1.0),
+        *lines("p", "a", 0.25, 0.75, length=16), *lines("p", "b", 0.5, 0.75, length=16),
+        *lines("q", "a", 2.0, **bits), *lines("q", "c", 3.0, **bits), *lines("q", "b", None),
+        *lines("r", "a", 0.25, 0.5, None), *lines("r", "b", None, lr=None),
+    ]  # fmt: skip
+    assert pages.beside_table(ledger, ("q", "absent", "p", "r"), ("b", "a")).splitlines() == [
+        "| problem | b | a | the best of all |",
+        "| --- | ---: | ---: | ---: |",
+        "| q, bits per byte | diverged | 2.000 | 2.000 (a) |",
+        "| p | 0.500 | 0.500* | 0.500 (2 models) |",
+        "| p at 16 | 0.625* | 0.500* | 0.625 (b) |",
+        "| r | - | 0.375 (0.250 to 0.500), 1 diverged | 0.375 (a) |",
+    ]
+    with pytest.raises(ValueError, match=r"must have models of one width, got \[8, 16\]"):
+        pages.beside_table([*ledger, *lines("p", "a", 0.5, width=16)], "p", "a")
+
+
+def line_of(seed, value, **columns):
+    """Return a line of a ledger."""
+    place = {"problem": "p", "model": "b", "width": 8, "lr": 0.1, "seed": seed, "length": 4}
+    return {**place, "metric": "accuracy", "validation": value, "value": value, **columns}

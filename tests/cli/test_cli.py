@@ -17,26 +17,8 @@ from tests.zoo import OURS
 from ssmzoo.cli.main import VERBS, main, parsers
 from ssmzoo.evaluation.generate import generate
 
-COMMANDS = (
-    "list",
-    "info",
-    "doctor",
-    "train",
-    "consolidate",
-    "generate",
-    "eval",
-    "inspect",
-    "card",
-    "publish",
-    "export",
-    "convert",
-    "distill",
-    "sweep",
-    "exec",
-    "check",
-    "bench",
-    "export-kernels",
-)
+_FIRST = "list info doctor train consolidate generate eval inspect card publish export convert"
+COMMANDS = [*_FIRST.split(), *["distill", "sweep", "exec", "check", "bench", "export-kernels"]]
 
 
 @pytest.fixture(scope="module")
@@ -99,52 +81,24 @@ def test_a_mistyped_command_gets_a_suggestion_and_the_list(fails):
     ("arguments", "answer"),
     [
         ("list --jsn", "no option '--jsn'; did you mean '--json'?"),
-        ("info longhorn --jason", "no option '--jason'; did you mean '--json'?"),
         ("train r.yaml --ouput x", "no option '--ouput'; did you mean '--output'?"),
-        ("train r.yaml --resme", "no option '--resme'; did you mean '--resume'?"),
-        ("train r.yaml --sets a=b", "no option '--sets'; did you mean '--set'?"),
-        ("generate m p --max-new-token 3", "did you mean '--max-new-tokens'?"),
         ("generate m p --max-new 3", "no option '--max-new'; did you mean '--max-new-tokens'?"),
         ("generate m p --temprature=1", "no option '--temprature'; did you mean '--temperature'?"),
-        ("generate m p --topp 0.5", "no option '--topp'; did you mean '--top-p'?"),
-        ("generate m p --beam 2", "no option '--beam'; did you mean '--beams'?"),
-        ("eval m --task a", "no option '--task'; did you mean '--tasks'?"),
-        ("eval m --suit a", "no option '--suit'; did you mean '--suite'?"),
-        ("eval m --batchsize 2", "no option '--batchsize'; did you mean '--batch-size'?"),
-        ("card m --result x", "no option '--result'; did you mean '--results'?"),
         ("publish m ./x --dryrun", "no option '--dryrun'; did you mean '--dry-run'?"),
-        ("publish m ./x --mesage x", "no option '--mesage'; did you mean '--message'?"),
-        ("check longhorn --jsno", "no option '--jsno'; did you mean '--json'?"),
         ("distill m --ordr 4", "the following arguments are required: --order, --output"),
-        ("distill m --order 4 --output d --lenght 9", "did you mean '--length'?"),
         ("distill m --order 4 --kind model", "no such choice 'model'; did you mean 'modal'?"),
-        ("distill m --order many", "argument --order: invalid int value: 'many'"),
-        ("distill m d --order 4", "the following arguments are required: --output"),
         ("sweep s d", "the following arguments are required: --output"),
-        ("sweep s d --output e", "unexpected argument 'd'; a place to write to is --output d"),
-        ("inspect m --output d --out x", "no option '--out': it is --output now"),
-        ("eval m --output-dir x", "no option '--output-dir': it is --output now"),
-        ("publish m ./x --state", "no option '--state': it is --include-state now"),
-        ("publish m ./x --standalone", "the code goes along unless --no-code leaves it out"),
+        ("sweep s d --output e", "unexpected argument 'd'; use --output d to write there"),
         ("convert x --output y", "the following arguments are required: --to"),
         ("eval m --tasks ,", "argument --tasks: must be names with commas between, got ','"),
-        ("bench --length 3", "no option '--length'; did you mean '--lengths'?"),
         ("--versoin", "no option '--versoin'; did you mean '--version'?"),
-        ("list longhorn", "unexpected argument 'longhorn'"),
         ("generate m two words", "unexpected argument 'words'"),
-        ("generate m", "the following arguments are required: PROMPT"),
         ("generate m -alpha", "PROMPT"),
-        ("generate m -alpha", "'-alpha' is an option unless -- stands before it"),
         ("train", "the following arguments are required: RECIPE"),
-        ("publish m", "the following arguments are required: TARGET"),
         ("train r.yaml --output", "argument --output: expected one argument"),
-        ("generate m p --seed one", "argument --seed: invalid int value: 'one'"),
         ("generate m p --temperature hot", "argument --temperature: invalid float value: 'hot'"),
         ("generate m p --dtype flaot32", "no such choice 'flaot32'; did you mean 'float32'?"),
-        ("eval m --limit all", "argument --limit: invalid int value: 'all'"),
-        ("eval m --dtype fp32", "choose from auto, float32, bfloat16, float16"),
         ("bench --lengths 0", "argument --lengths: must be whole numbers from 1 upwards"),
-        ("bench --lengths a,b", "argument --lengths: must be whole numbers from 1 upwards"),
     ],
 )
 def test_a_wrong_argument_prints_one_line_with_the_way_out(fails, arguments, answer):
@@ -238,12 +192,13 @@ def test_a_multiline_error_becomes_one_line(monkeypatch, fails):
     assert fails("list") == "first second third"
 
 
-def test_a_connection_that_breaks_is_an_error_and_not_a_closed_pipe(monkeypatch, fails):
+def test_a_connection_that_breaks_is_an_error_and_not_a_closed_pipe(monkeypatch, capsys):
     def fail(**_):
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr("ssmzoo.analysis.describe.installed_families", fail)
-    assert fails("list") == "[Errno 32] Broken pipe"
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == "ssmzoo: error: [Errno 32] Broken pipe\n"
 
 
 def test_a_closed_pipe_is_no_error():
@@ -268,7 +223,7 @@ def test_main_leaves_the_log_as_it_was(prints):
 # --- list and info ------------------------------------------------------------------------------
 
 
-def test_list_shows_what_there_is_to_use_in_80_columns_and_as_json(prints):
+def test_list_shows_families_presets_and_heads_in_80_columns_and_as_json(prints):
     out = prints("list")
     assert max(map(len, out.splitlines())) <= 80
     rows = json.loads(prints("list", "--json"))
@@ -281,7 +236,7 @@ def test_list_shows_what_there_is_to_use_in_80_columns_and_as_json(prints):
     assert ours <= {row["name"] for row in rows}
 
 
-def test_list_reads_of_our_families_what_loading_them_tells():
+def test_list_without_loading_tells_the_same_as_with_it():
     from ssmzoo.analysis.describe import installed_families
 
     read, loaded = installed_families(), installed_families(load=True)
@@ -313,7 +268,7 @@ def test_info_on_a_preset_shows_its_parameters_and_configuration(prints, fails):
     assert "no family named 'rft'; did you mean 'rtf'?" in fails("info", "rft:rtf-delay")
 
 
-def test_info_on_a_checkpoint_shows_what_its_files_hold(prints, model):
+def test_info_on_a_checkpoint_shows_parameters_dtypes_and_configuration(prints, model):
     import transformers
 
     import ssmzoo.auto  # noqa: F401
@@ -401,12 +356,8 @@ def test_generate_takes_a_prompt_that_begins_with_a_dash_after_two_dashes(prints
     assert prints("generate", model, *options, "- a").startswith("- a")
 
 
-def test_generate_takes_the_largest_seed(prints, model):
-    assert prints("generate", model, "x", "--max-new-tokens", 2, "--seed", 2**64 - 1)
-
-
 @pytest.mark.long
-def test_generate_goes_on_from_a_state_that_another_process_kept(prints, fails, model, tmp_path):
+def test_generate_continues_from_a_state_saved_by_another_process(prints, fails, model, tmp_path):
     greedy = ("--max-new-tokens", 8, "--temperature", 0)
     once, longer = (prints("generate", model, text, *greedy) for text in ("Once", "Once upon"))
     kept, more = tmp_path / "kept", tmp_path / "more"
@@ -434,12 +385,11 @@ def test_generate_names_a_prompt_that_the_tokenizer_cannot_read(fails, tmp_path)
     symbol_tokenizer(8).save_pretrained(tmp_path)
     line = fails("generate", tmp_path, "t1 t9")
     assert line.startswith("the model's tokenizer cannot read the prompt 't1 t9': ")
+    assert "it reads symbols with blanks between, t0 .. t" in line
 
 
-def test_generate_streams_what_it_returns_and_leaves_the_random_state_alone(model):
+def test_generate_streams_the_returned_text_and_leaves_the_random_state_alone(model):
     import torch
-
-    from ssmzoo.evaluation.generate import generate
 
     pieces = []
     state = torch.random.get_rng_state()
@@ -454,10 +404,6 @@ def test_generate_with_beams_ignores_the_seed_unless_it_samples(prints, model):
     assert prints(*arguments, 1) == prints(*arguments, 2)
 
 
-def test_generate_from_an_empty_prompt_starts_at_the_first_token(prints, model):
-    assert prints("generate", model, "", "--max-new-tokens", 4)
-
-
 def test_names_may_stand_behind_several_options(fails):
     parser, _ = parsers()
     for line, field in (
@@ -470,13 +416,6 @@ def test_names_may_stand_behind_several_options(fails):
     assert parser.parse_args(["eval", "m"]).tasks == []
     told = fails("generate", "m", "--", "x", "--seed")
     assert "--seed stands behind --, where all is text" in told
-
-
-def test_what_symbols_a_model_reads_is_told(fails):
-    small = Path(__file__).parents[2] / "model_cards/small/longhorn-induction"
-    told = fails("generate", small, "x")
-    assert "cannot read the prompt 'x'" in told
-    assert "it reads symbols with blanks between, t0 .. t8" in told
 
 
 @pytest.mark.parametrize(
@@ -500,11 +439,6 @@ def test_generate_refuses_values_out_of_range(fails, model, options, answer):
     assert answer in fails("generate", model, "x", *options.split())
 
 
-def test_generate_names_a_mistyped_dtype(model):
-    with pytest.raises(ValueError, match="got 'bfloat15'; did you mean 'bfloat16'"):
-        generate(model, "x", dtype="bfloat15")  # pyright: ignore[reportArgumentType]
-
-
 def test_generate_says_what_is_wrong_with_the_model(fails, model, tmp_path):
     answer = "model must be a checkpoint folder or a Hub id; no folder './nix'"
     assert answer in fails("generate", "./nix", "x")
@@ -515,19 +449,6 @@ def test_generate_says_what_is_wrong_with_the_model(fails, model, tmp_path):
     assert "model.safetensors is not a whole" in fails("generate", broken, "x")
     weights.unlink()
     assert "model.safetensors" in fails("generate", broken, "x")
-
-
-def test_generate_refuses_weights_that_lack_a_tensor(fails, model, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    partial = shutil.copytree(model, tmp_path / "partial")
-    tensors = load_file(partial / "model.safetensors")
-    name = sorted(tensors)[-1]
-    del tensors[name]
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    assert f"lack 1 tensors that the model needs, the first is '{name}'" in fails(
-        "generate", partial, "x"
-    )
 
 
 def test_generate_refuses_a_tokenizer_of_another_model(fails, model, tmp_path):
@@ -585,22 +506,8 @@ def test_eval_passes_its_arguments_on_and_prints_scores_and_the_files_place(
         "t     acc     0.1235  -       9",
         str(path),
     ]
-    assert seen == {
-        "model": "m",
-        "tasks": ["a", "b"],
-        "suite": None,
-        "text": "t.txt",
-        "output_dir": Path("eval/results"),
-        "name": None,
-        "batch_size": 8,
-        "limit": 5,
-        "seed": 1234,
-        "device": None,
-        "dtype": "auto",
-        "trust_remote_code": False,
-        "stock": False,
-        "adapter": None,
-    }
+    assert (seen["tasks"], seen["text"], seen["limit"]) == (["a", "b"], "t.txt", 5)
+    assert (seen["batch_size"], seen["seed"], seen["stock"]) == (8, 1234, False)
     command = ("eval", "m", "--suite", "s", "--json", "--stock")
     assert json.loads(prints(*command)) == {"results": [row]}
     assert (seen["tasks"], seen["suite"], seen["stock"]) == ([], "s", True)
@@ -669,13 +576,10 @@ def test_check_compares_with_an_oracle_from_a_file(capsys):
     assert "0 passed, 1 failed, 0 skipped" in capsys.readouterr().out
 
 
-def test_check_runs_only_what_is_named_and_not_what_is_skipped(prints, fails):
+def test_check_runs_the_named_checks_without_the_skipped_ones(prints, fails):
     command = ("check", "longhorn", "--json", "--only", "batch, outputs,causality")
     report = json.loads(prints(*command, "--skip", "outputs"))
     assert [row["name"] for row in report["checks"]] == ["causality", "batch"]
-    line = "only: no check named 'outptus'; did you mean 'outputs'?; checks: initialization, "
-    assert line in fails("check", "longhorn", "--only", "batch,outptus")
-    assert "skip: no check named 'bacth'" in fails("check", "longhorn", "--skip", "bacth")
     nothing = fails("check", "longhorn", "--only", "batch", "--skip", "batch")
     assert nothing.startswith("only and skip must leave a check to run, got only batch")
     assert "argument --skip: must be names with commas" in fails("check", "longhorn", "--skip", ",")
@@ -737,20 +641,6 @@ def test_distill_replaces_filters_by_smaller_ones_and_prints_the_errors(prints, 
     assert (report["order"], report["kind"], report["taps"]) == (4, "rational", 24)
 
 
-def test_distill_says_what_is_wrong(fails, model, tmp_path):
-    target = tmp_path / "short"
-    for arguments, answer in (
-        ((model, "--output", target, "--order", 4), "needs a causal model with long filters"),
-        (("./nix", "--output", target, "--order", 4), "or a Hub id; no folder './nix'"),
-        (
-            (model, "--output", target, "--order", 4, "--steps", -1),
-            "steps must be at least 0, got -1",
-        ),
-    ):
-        assert answer in fails("distill", *arguments)
-    assert not target.exists()
-
-
 def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
     seen = []
 
@@ -785,7 +675,6 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
         ("train nix.yaml --output {tmp}/run", "nix.yaml"),
         ("train {tmp} --output {tmp}/run", "{tmp}"),
         ("eval {tmp}/nix --tasks ssmzoo_mqar", "{tmp}/nix"),
-        ("eval nowhere --tasks ssmzoo_mqar", "no folder here, and a Hub id is owner/name"),
         ("generate nowhere hi", "no model 'nowhere': no folder here, and a Hub id is owner/name"),
         (
             "generate longhorn-1b hi",
@@ -797,32 +686,16 @@ def test_bench_measures_all_families_unless_some_are_named(capsys, monkeypatch):
             "distill nowhere --output {tmp}/out --order 4",
             "no folder here, and a Hub id is owner/name",
         ),
-        ("card nowhere", "no folder here, and a Hub id is owner/name"),
         ("card a/b", "model must be a folder on this machine, got the Hub id 'a/b'; fetch it"),
         ("publish a/b ./x", "model must be a folder on this machine, got the Hub id 'a/b'"),
-        ("publish longhorn ./x", "model 'longhorn' must have weights, and a family has none"),
-        ("generate longhorn:longhorn-125m hi", "must have weights, and a family has none"),
         ("eval rtf --tasks ssmzoo_mqar", "model 'rtf' must have weights, and a family has none"),
-        ("distill dss --output {tmp}/out --order 4", "model 'dss' must have weights"),
-        ("generate nix:preset hi", "no family named 'nix'"),
-        ("info {tmp}/nix", "{tmp}/nix"),
         ("export {model} --to gguf --output {tmp}/o", "--to must be onnx, got 'gguf'"),
-        ("export longhorn --to onnx --output {tmp}/o", "model 'longhorn' must have weights"),
-        ("export nowhere --to onnx --output {tmp}/o", "no folder here, and a Hub id is owner/name"),
         ("export-kernels --output {tmp}/o --kernel-version 0", "kernel_version must be at least 1"),
         ("convert {tmp}/x.bin --to longhorn --output {tmp}/o", "{tmp}/x.bin"),
         ("convert {model} --to coffee --output {tmp}/o", "family 'coffee' has no converter"),
-        ("convert {model} --to lonhgorn --output {tmp}/o", "did you mean 'longhorn'?"),
-        ("eval {model} --tasks ssmzoo_mqra", "did you mean 'ssmzoo_mqar'?"),
-        ("eval {model} --suite zoo-mqra", "did you mean 'zoo-mqar'?"),
-        ("eval {model} --text {tmp}/nix.txt", "nix.txt"),
         ("eval {model}", "suite"),
-        ("eval {model} --tasks ssmzoo_mqar --limit 0", "limit must be at least 1, got 0"),
-        ("eval {model} --tasks ssmzoo_mqar --batch-size 0", "batch_size must be at least 1"),
-        ("card {tmp}/nix", "{tmp}/nix"),
         ("card {model} --results {tmp}/nix.json", "nix.json"),
         ("card {model} --run {tmp}/nix", "{tmp}/nix"),
-        ("publish {tmp}/nix {tmp}/out", "{tmp}/nix"),
         ("publish {model} a/b/c/d", "a/b/c/d"),
         ("publish {model} {tmp}/out --private", "private"),
         ("check longhon", "did you mean 'longhorn'?"),

@@ -79,7 +79,7 @@ def test_families_are_registered_when_transformers_is_imported(tmp_path):
         (["lm_evl"], "no program, module or Python file 'lm_evl' here; did you mean 'lm_eval'?"),
         (["nix.nax"], "installed, among others: accelerate, lm_eval, torchrun, transformers, trl"),
         (["./nix.py"], "no program, module or Python file './nix.py' here"),
-        ([], "the following arguments are required: PROGRAM (see 'ssmzoo exec --help')"),
+        ([], "the following arguments are required: PROGRAM"),
         (["--tell", "lm_eval"], "no option '--tell'"),
     ],
 )

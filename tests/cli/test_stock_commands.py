@@ -11,7 +11,6 @@ import yaml
 from tests.stock_models import tiny
 from tests.training.runs import (
     assert_same_run,
-    assert_same_tensors,
     killed,
     quick_runs,  # noqa: F401
     weights,
@@ -25,6 +24,7 @@ from ssmzoo.analysis.doctor import examine_model
 from ssmzoo.cli.main import main
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation import generate as generation
+from ssmzoo.evaluation import loading
 from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.evaluation.results import read_results
 from ssmzoo.modeling.stock import classes
@@ -82,9 +82,9 @@ def close(x, y):
 
 @pytest.mark.parametrize("name", SCANS)
 def test_generate_runs_on_our_kernels_unless_stock_is_asked_for(models, name, said, monkeypatch):
-    loaded, load = [], generation.load_model
+    loaded, load = [], loading.load_model
     monkeypatch.setattr(
-        generation, "load_model", lambda *given: loaded.append(load(*given)) or loaded[-1]
+        loading, "load_model", lambda *given: loaded.append(load(*given)) or loaded[-1]
     )
     texts, logits = [], []
     options = {"max_new_tokens": 6, "temperature": 0, "device": "cpu"}
@@ -100,7 +100,7 @@ def test_generate_runs_on_our_kernels_unless_stock_is_asked_for(models, name, sa
     close(*logits)
 
 
-def test_the_command_says_what_runs_in_one_line_and_nothing_with_stock(models, capsys):
+def test_the_command_names_the_kernels_in_one_line_and_nothing_with_stock(models, capsys):
     outputs = []
     for options in ([], ["--stock"]):
         command = ["generate", str(models["mamba2"]), "a b", "--max-new-tokens", "3", *options]
@@ -118,7 +118,7 @@ def test_the_command_says_what_runs_in_one_line_and_nothing_with_stock(models, c
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-def test_generate_goes_on_from_a_saved_state(models, name, tmp_path):
+def test_generate_continues_from_a_saved_state(models, name, tmp_path):
     options = {"max_new_tokens": 6, "temperature": 0, "device": "cpu"}
     whole = generation.generate(models[name], "a b c d", **options)
     kept = tmp_path / "kept"
@@ -204,7 +204,7 @@ def test_train_learns_the_same_both_ways(runs):
     ]
 
 
-def test_what_training_saves_is_stock(runs):
+def test_a_trained_model_is_saved_as_a_stock_one(runs):
     ours, stock = (run / "model" for run in (runs[False], runs[True]))
     assert {p.name for p in ours.iterdir()} == {p.name for p in stock.iterdir()}
     for name in ("config.json", "generation_config.json"):
@@ -257,7 +257,7 @@ def test_given_weights_are_trained_with_checkpointing_on_our_kernels(
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_the_test_split_is_judged_on_our_kernels_without_another_line(recipe, said, tmp_path):
+def test_the_test_split_is_scored_on_our_kernels_without_another_line(recipe, said, tmp_path):
     sizes = {"num_train": 8, "num_validation": 4, "num_test": 4}
     task = {"seq_len": 16, "num_pairs": 2, "vocab_size": 16, **sizes}
     data = {"task": "mqar", "task_args": task}
@@ -277,44 +277,6 @@ def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
 
     assert _resuming(Path("run"), stock=True).endswith(" --resume --stock")
     assert _resuming(Path("run"), stock=False).endswith(" --resume")
-
-
-@pytest.mark.long
-def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
-    from ssmzoo.analysis.sweep import sweep
-    from ssmzoo.analysis.sweep_plan import Sweep
-
-    fields = {name: value for name, value in MAMBA2.items() if name != "hidden_size"}
-    task = {"num_pairs": 2, "vocab_size": 16, "seq_len": 12}
-    task |= {"num_train": 4, "num_validation": 2, "num_test": 2}
-    chosen = Sweep.model_validate(
-        {
-            "models": {"Mamba2": {"config_of": "mamba2", "config": fields}},
-            "problems": {
-                "mqar": {
-                    "data": {"task": "mqar", "task_args": task},
-                    "train": {"steps": 1, "batch_size": 2},
-                }
-            },
-            "widths": [16],
-            "learning_rates": [0.01],
-            "seeds": [0],
-        }
-    )
-    for stock in (False, True):
-        with watch() as ran:
-            sweep(chosen, tmp_path / str(stock), stock=stock)
-        assert bool(ran) is not stock
-
-
-@pytest.mark.long
-def test_models_of_the_zoo_are_left_as_they_are(recipe, said, tmp_path):
-    fields = {"hidden_size": 16, "num_hidden_layers": 1, "d_state": 4, "dt_rank": 2}
-    path = recipe({"family": "longhorn", "config": fields}, {"steps": 2})
-    one, two = (train(path, output_dir=tmp_path / str(s), stock=s) for s in (False, True))
-    assert_same_tensors(weights(one), weights(two))
-    assert "recurrent_layers" not in json.loads((one / "run.json").read_text())
-    assert said() == []
 
 
 # --- doctor, inspect ------------------------------------------------------------------------------
@@ -388,7 +350,7 @@ def test_models_without_recurrent_layers_are_one_error(models, tmp_path, capsys)
     assert err.count("\n") == 1
 
 
-def test_inspect_draws_what_the_layers_tell_and_names_the_rest(models, tmp_path, capsys):
+def test_inspect_draws_the_known_facts_and_names_missing_pictures(models, tmp_path, capsys):
     options = ["--length", "24", "--sequences", "2", "--device", "cpu"]
     for stock in ([], ["--stock"]):
         folder = tmp_path / f"pictures{len(stock)}"

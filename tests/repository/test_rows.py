@@ -53,18 +53,6 @@ def test_every_row_names_a_preset_or_a_model_of_transformers_or_says_that_it_has
 
 
 @pytest.mark.parametrize(
-    ("cell", "presets", "types"),
-    [
-        ("`a-lra-x`, `-y`; `a-z`, with `d_state` 64", ["a-lra-x", "a-lra-y", "a-z"], []),
-        ("`model.config_of: llama`, `vocab_size` 9", [], ["llama"]),
-        ("`a-b`; not built: the `c-d` of it", ["a-b"], []),
-    ],
-)
-def test_short_forms_are_read_as_they_are_meant(cell, presets, types):
-    assert typed(cell) == (presets, types)
-
-
-@pytest.mark.parametrize(
     ("kind", "fields", "millions"),
     [
         ("mamba", {"hidden_size": 768, "num_hidden_layers": 24}, 129.2),

@@ -24,7 +24,7 @@ from ssmzoo.files import write_text
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
 DECODED = 400
-_KEY = ("what", "variant", "pass", "shape", "dtype")  # what tells two rows apart
+_KEY = ("what", "variant", "pass", "shape", "dtype")  # of two different rows one of them differs
 _NO_COLUMN = ("slug", "python")  # of the circumstances, in the table of speeds
 SHAPE = f"hidden {HIDDEN}, {LAYERS} layers, state {STATE}, batch {BATCH}"
 
@@ -63,8 +63,8 @@ def bench(
         memory: Also measure ``peak_mib``, by how much a training step raises memory above its
             inputs, each in a process of its own.
         stock: Leave out those on our kernels.
-        output: CSV file to write the rows to, or a folder for ``<device>.csv``. Of rows that are
-            there, those of the same things are replaced.
+        output: CSV file to write the rows to, or a folder for ``<device>.csv``. Its rows
+            of the same measurements are replaced.
         report: Called with each line of the report.
 
     Returns:
@@ -79,7 +79,7 @@ def bench(
     """
     import torch
 
-    from ssmzoo_kernels.machine import circumstances, measured_apart
+    from ssmzoo_kernels.machine import circumstances
 
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
@@ -93,9 +93,32 @@ def bench(
             for name, peer in _peers().items()
             if (slow or not peer.slow) and not (stock and peer.ours)
         }
+    rows = _timed(models, families, lengths, runs, device, report)
+    for line in (line for name in families for line in _ratios(rows, name)):
+        report(line)
+    if target is not None:
+        _write(target, rows, facts)
+    if memory:
+        _measure_memory(rows, models, report)
+        if target is not None:
+            _write(target, rows, facts)
+    return rows
+
+
+def _timed(
+    models: dict[str, Peer],
+    families: Sequence[str],
+    lengths: Sequence[int],
+    runs: int,
+    device: Any,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Time every model's passes, the runs in turns over all models, and return the rows."""
+    import torch
+
     timed: dict[tuple[str, str], list[float]] = {}
     tokens: dict[tuple[str, str], int] = {}
-    # decoding first: what training leaves in the allocator slows it down
+    # decoding first: the allocator is slower after training
     for times in (_decoding, _training):
         for run in range(1, runs + 1):
             for name, peer in models.items():
@@ -116,25 +139,27 @@ def bench(
     if runs > 1:
         for row in rows:
             report(_line(row) + f", {row['slowest']:,d} to {row['fastest']:,d}")
-    for name in families:
-        for line in _ratios(rows, name):
-            report(line)
-    if target is not None:
-        _write(target, rows, facts)
-    for row in rows if memory else ():
-        kind, peer = row["pass"], models[row["variant"]]
-        if kind.startswith("train") and not peer.slow:
-            length = int(kind.removeprefix("train L="))
-            program = f"from {__name__} import print_peak; print_peak({row['variant']!r}, {length})"
-            try:
-                row["peak_mib"] = measured_apart(program)
-            except subprocess.CalledProcessError as error:  # the system may kill what needs most
-                report(f"{row['variant']:40s} {kind:18s} not measured: {error}")
-                continue
-            report(f"{row['variant']:40s} {kind:18s} {row['peak_mib']:10.1f} MiB")
-    if memory and target is not None:
-        _write(target, rows, facts)
     return rows
+
+
+def _measure_memory(
+    rows: list[dict[str, Any]], models: dict[str, Peer], report: Callable[[str], None]
+) -> None:
+    """Add ``peak_mib`` to the rows of training, each measured in a process of its own."""
+    from ssmzoo_kernels.machine import measured_apart
+
+    for row in rows:
+        kind, peer = row["pass"], models[row["variant"]]
+        if not kind.startswith("train") or peer.slow:
+            continue
+        length = int(kind.removeprefix("train L="))
+        program = f"from {__name__} import print_peak; print_peak({row['variant']!r}, {length})"
+        try:
+            row["peak_mib"] = measured_apart(program)
+        except subprocess.CalledProcessError as error:  # the system may kill the largest process
+            report(f"{row['variant']:40s} {kind:18s} not measured: {error}")
+            continue
+        report(f"{row['variant']:40s} {kind:18s} {row['peak_mib']:10.1f} MiB")
 
 
 Timed = Iterable[tuple[str, int, float]]  # the pass, its tokens, its seconds
@@ -181,7 +206,7 @@ def _family(name: str) -> Callable[[], Any]:
     sizes["vocab_size"] = VOCABULARY
     if "d_state" in {*kind.attribute_map, *(field.name for field in fields(kind))}:
         sizes["d_state"] = STATE
-    config = family.config(**sizes)  # what the family refuses, it refuses before any timing
+    config = family.config(**sizes)  # sizes are refused before any timing
     return lambda: family.causal_lm_class(config)
 
 
@@ -244,7 +269,7 @@ def print_peak(name: str, length: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peer = _peers().get(name)
     build = _family(name) if peer is None else peer.build
-    _seeded(build, device, 64)()  # builds and loads what it needs
+    _seeded(build, device, 64)()  # builds and loads the kernels
     grown = memory_growth(_seeded(build, device, length), device)
     sys.stdout.write(f"{grown / 2**20:.1f}\n")
 
@@ -373,7 +398,7 @@ def _target(output: Path, slug: str) -> Path:
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
-    """Write rows with the facts that all share; what a file there has of other things stays."""
+    """Write rows with the facts that all share; other rows of the file stay."""
     rows = [{**row, **{k: v for k, v in facts.items() if k not in _NO_COLUMN}} for row in rows]
     fresh = {tuple(row[name] for name in _KEY) for row in rows}
     columns: list[str] = []

@@ -1,4 +1,4 @@
-"""What a model costs to run: the bytes of its state, and its operations per token.
+"""A model's costs: parameters, bytes of the state, operations per token.
 
 For any model of transformers, whatever it calls its cache.
 """
@@ -7,14 +7,53 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from ssmzoo.data.labelled import Examples
+from ssmzoo.tasks import symbol_tokenizer
+from ssmzoo.training.model import NoHeadError, build_config, build_model, model_class
+from ssmzoo.training.objectives import labelled
 
 if TYPE_CHECKING:
     import torch
 
+    from ssmzoo.data.sources import DataSource
+    from ssmzoo.recipe import ModelSection
+
+
+def costs_of(section: ModelSection, source: DataSource, length: int) -> dict[str, Any]:
+    """Return ``parameters``, ``state_bytes`` and ``flops_per_token`` of a recipe's model.
+
+    The operations of a classifier, or of a regression, are those of the task's first example. The
+    state's size is None where a model keeps none, or depends on the whole input.
+    """
+    import torch
+
+    task = source.task
+    config = build_config(section, source.tokenizer, task)
+    model: Any = build_model(section, config, task).eval()
+    inputs, tokens, size = None, length, None
+    decoder = model  # the language model of the same configuration has the state
+    if task is not None and task.objective != "causal_lm":
+        example = Examples(task.batch([0]))
+        inputs, tokens = labelled(model, task).batch(example), example.tokens
+        del inputs["labels"]
+        decoder = None
+    with suppress(NoHeadError, ValueError):
+        if decoder is None:
+            known: Any = build_config(section, symbol_tokenizer(4))
+            decoder = model_class(known)._from_config(known, dtype=torch.float32).eval()
+        size = state_bytes(decoder, length)
+    return {
+        "parameters": model.num_parameters(),
+        "state_bytes": size,
+        "flops_per_token": flops_per_token(model, tokens, inputs),
+    }
+
 
 def state_bytes(model: torch.nn.Module, length: int) -> int | None:
-    """Return the size of what a model keeps of one sequence to go on from; None if nothing."""
+    """Return the bytes of a model's state after one sequence; None if it keeps none."""
     import torch
 
     from ssmzoo.modeling.compat import cache_name
@@ -29,9 +68,9 @@ def state_bytes(model: torch.nn.Module, length: int) -> int | None:
 
 
 def _not_returned(model: Any, ids: torch.Tensor) -> list[Any]:
-    """Return what a model keeps without returning it, as RecurrentGemma does.
+    """Return the states that a model keeps without returning them, as RecurrentGemma does.
 
-    States that it leaves in its modules, and the cache that it fills if handed one.
+    They lie in its modules, and in the cache that it is given.
     """
     import torch
     from transformers import DynamicCache

@@ -1,4 +1,4 @@
-"""What is installed, what a family is, what a checkpoint holds: facts for people and for JSON."""
+"""Facts for people and for JSON: installed families, one family, a preset, a saved model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ssmzoo.files import read_json
 
 
 def installed_families(*, load: bool = False) -> list[dict[str, Any]]:
-    """Return a row per installed family: what it is, whether it works, where it is from.
+    """Return a row per installed family: its paper, heads and presets, status and origin.
 
     Args:
         load: Import each plugin. Otherwise nothing is imported, and title, arxiv, heads and
-            presets are what the plugin's source spells out.
+            presets are read from the plugin's source.
 
     Returns:
         ``name``; ``status``, ``"installed"`` (with ``load``, ``"ok"``) or ``"broken: <reason>"``;
@@ -84,7 +84,7 @@ def describe(model: str) -> dict[str, Any]:
 
 
 def describe_family(name: str) -> dict[str, Any]:
-    """Return what a family is, with the parameter counts of its presets.
+    """Return the facts of a family, with the parameter counts of its presets.
 
     The counts come from building each preset on the meta device: no weights are allocated.
 
@@ -118,7 +118,7 @@ def describe_family(name: str) -> dict[str, Any]:
 
 
 def describe_preset(name: str, preset: str) -> dict[str, Any]:
-    """Return what an untrained preset would be, in the form of :func:`describe_checkpoint`.
+    """Return the facts of an untrained preset in the form of :func:`describe_checkpoint`.
 
     Raises:
         LookupError: No family or preset of that name is installed.
@@ -126,18 +126,12 @@ def describe_preset(name: str, preset: str) -> dict[str, Any]:
     """
     family = load_family(name)
     config = family.config(preset)
-    return {
-        "path": f"{name}:{preset}",
-        "model_type": family.model_type,
-        "parameters": _count(_model_class(family, preset), config),
-        "dtypes": None,
-        "bytes": None,
-        "config": config.to_dict(),
-    }
+    count = _count(_model_class(family, preset), config)
+    return _described(f"{name}:{preset}", config.to_dict(), count)
 
 
 def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
-    """Return what a saved model holds, from its configuration and weight headers alone.
+    """Return the facts of a saved model, from its configuration and weight headers alone.
 
     Returns:
         path, model_type, parameters (stored numbers; tied weights count once), dtypes (tensors
@@ -147,20 +141,13 @@ def describe_checkpoint(folder: str | Path) -> dict[str, Any]:
         ValueError: The configuration or the weights cannot be read.
     """
     path = Path(folder)
-    config = read_json(path / "config.json")
-    tensors = read_weights(path)
-    return {
-        "path": str(path),
-        "model_type": config.get("model_type"),
-        "parameters": parameter_count(tensors),
-        "dtypes": dict(Counter(dtype for dtype, _ in tensors.values())),
-        "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-        "config": config,
-    }
+    config, tensors = read_json(path / "config.json"), read_weights(path)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return _described(str(path), config, parameter_count(tensors), tensors, size)
 
 
 def describe_on_hub(model: str) -> dict[str, Any]:
-    """Return what a model on the Hub holds, without fetching its weights.
+    """Return the facts of a model on the Hub, without fetching its weights.
 
     Returns:
         As :func:`describe_checkpoint`; ``path`` is the id, ``bytes`` are those of the weights.
@@ -172,7 +159,7 @@ def describe_on_hub(model: str) -> dict[str, Any]:
 
     asked = on_hub(model)
     try:
-        if not asked:  # what was fetched before
+        if not asked:  # it was fetched before
             folder = snapshot_download(model, local_files_only=True)
             return {**describe_checkpoint(folder), "path": model}
         config = read_json(Path(hf_hub_download(model, "config.json")))
@@ -180,15 +167,25 @@ def describe_on_hub(model: str) -> dict[str, Any]:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise LookupError(f"cannot read {model!r} from the Hub: {reason}") from error
-    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    headers = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    tensors = {name: (header.dtype, tuple(header.shape)) for name, header in headers.items()}
+    size = sum(end - begin for begin, end in (x.data_offsets for x in headers.values()))
+    return _described(model, config, parameter_count(tensors), tensors, size)
+
+
+def _described(
+    path: str,
+    config: dict[str, Any],
+    parameters: int,
+    tensors: dict[str, tuple[str, tuple[int, ...]]] | None = None,
+    size: int | None = None,
+) -> dict[str, Any]:
     return {
-        "path": model,
+        "path": path,
         "model_type": config.get("model_type"),
-        "parameters": parameter_count(
-            {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        ),
-        "dtypes": dict(Counter(tensor.dtype for tensor in tensors.values())),
-        "bytes": sum(end - begin for begin, end in (t.data_offsets for t in tensors.values())),
+        "parameters": parameters,
+        "dtypes": None if tensors is None else dict(Counter(kind for kind, _ in tensors.values())),
+        "bytes": size,
         "config": config,
     }
 
@@ -227,9 +224,9 @@ def _head_name(field: str) -> str:
 
 
 def _declared(point: EntryPoint) -> dict[str, Any]:
-    """Return what ``FAMILY = Family(...)`` spells out in a plugin's source, which is not run.
+    """Return the facts that ``FAMILY = Family(...)`` states in a plugin's source, which is not run.
 
-    What is computed there, instead of written as text or as the keys of a dictionary, is left out.
+    Computed values, instead of text or the keys of a dictionary, are left out.
     """
     try:
         module = ast.parse(_source(point.module).read_text(encoding="utf-8"))
@@ -313,7 +310,7 @@ def _count(model_class: type, config: object) -> int:
 
 
 def _config_fields(config_class: type) -> dict[str, dict[str, Any]]:
-    """Return type and default by field: what the class and its zoo ancestors declare."""
+    """Return type and default by field, as the class and its zoo ancestors declare them."""
     from transformers import PreTrainedConfig
 
     types: dict[str, object] = {}

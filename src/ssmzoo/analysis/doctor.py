@@ -1,4 +1,4 @@
-"""What a machine has, which kernels a model runs there, and how fast: observed, not foretold."""
+"""A machine's equipment, and a model's kernels and speed on it, as observed in a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ssmzoo.environment.hardware import installed_versions, usable_device
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
 # by distribution, the extra of ours that installs it
 _EXTRAS = {
@@ -44,11 +43,11 @@ def _triton_version() -> Version:
 
 
 def examine_machine(device: str | None = None) -> dict[str, Any]:
-    """Return what matters of this machine, with a way out beside everything that is missing.
+    """Return the facts of this machine, with a way out beside everything that is missing.
 
     Returns:
         ``versions``; ``device`` in words; ``compiler``, ``triton`` and ``extras``, by package,
-        ``"ok"`` or what is missing and what to do; ``kernel_cache``, where built C kernels stay;
+        ``"ok"`` or the missing part and the way out; ``kernel_cache``, where built C kernels stay;
         ``families`` with their status.
 
     Raises:
@@ -104,7 +103,7 @@ def examine_model(
     device: str | None = None,
     stock: bool = False,
 ) -> dict[str, Any]:
-    """Run a backbone once over a text and once over one more token; return what ran.
+    """Run a backbone once over a text and once over one more token; return the kernels that ran.
 
     Saved weights are those of the file, in its dtype.
 
@@ -138,17 +137,15 @@ def examine_model(
 
     import torch
 
+    from ssmzoo.analysis.backbone import load_backbone, reference_inputs
     from ssmzoo.analysis.measure import as_arguments, cache_after
-    from ssmzoo.analysis.subject import load_backbone, reference_inputs
-    from ssmzoo.modeling import SSMModel
     from ssmzoo_kernels.machine import hardware
 
-    subject = load_backbone(str(model), seed=0, device=device, dtype="auto")
-    network = subject.model.eval()
-    own = isinstance(network, SSMModel)
-    layers = _layers(network) if own else _recurrent_layers(network, subject.name, stock)
-    place, weights = network.device, list(subject.whole.parameters())
-    inputs = reference_inputs(subject, length, batch_size, tokens=None, seed=0)
+    loaded = load_backbone(str(model), seed=0, device=device, stock=stock, dtype="auto")
+    network = loaded.model
+    layers = _layers(network)
+    place, weights = network.device, list(loaded.whole.parameters())
+    inputs = reference_inputs(loaded, length, batch_size, tokens=None, seed=0)
     with torch.inference_mode():
         name, cache, state, reason = cache_after(network, inputs)
 
@@ -167,8 +164,8 @@ def examine_model(
             step_seconds = _least_seconds(step, place)
     tokens = {"read": (batch_size * length, read_seconds), "step": (batch_size, step_seconds)}
     return {
-        "model": subject.name,
-        "untrained": subject.untrained,
+        "model": loaded.name,
+        "untrained": loaded.untrained,
         "device": hardware(place),
         "batch_size": batch_size,
         "length": length,
@@ -197,7 +194,7 @@ def examine_model(
 
 
 def _memory(network: Any) -> dict[str, Any]:
-    """Return what the memory allows one by one: every weight is read once a token."""
+    """Return the decoding speed that bandwidth allows: every weight is read once a token."""
     from torch import nn
 
     from ssmzoo_kernels.machine import multiplies_bfloat16, read_bandwidth
@@ -222,30 +219,17 @@ def _memory(network: Any) -> dict[str, Any]:
 
 
 def _layers(network: Any) -> list[_Layer]:
-    """Return the layers of a model of the zoo."""
-    return [
-        _Layer(index, type(layer.mixer).__name__, layer)
-        for index, layer in enumerate(network.layers)
-    ]
+    """Return the layers of a model of the zoo, or the recurrent ones of transformers'."""
+    from ssmzoo.modeling import SSMModel
+    from ssmzoo.modeling.stock import accelerated
 
-
-def _recurrent_layers(network: PreTrainedModel, name: str, stock: bool) -> list[_Layer]:
-    """Return those of a model of transformers, on our kernels unless it is to stay as it is.
-
-    Raises:
-        ValueError: It has none.
-    """
-    from ssmzoo.modeling.stock import accelerated, choose_kernels
-
-    choose_kernels(network, stock)
-    mixers = accelerated(network)
-    if not mixers:
-        raise ValueError(
-            f"{name!r} must be a model of the zoo, or one of transformers with recurrent layers, "
-            f"got {type(network).__name__}"
-        )
+    if isinstance(network, SSMModel):
+        return [
+            _Layer(index, type(layer.mixer).__name__, layer)
+            for index, layer in enumerate(network.layers)
+        ]
     layers = []
-    for number, (path, kernels) in enumerate(mixers.items()):
+    for number, (path, kernels) in enumerate(accelerated(network).items()):
         module, place = network.get_submodule(path), re.search(r"\.(\d+)\.", f".{path}.")
         index = number if place is None else int(place[1])
         why = kernels.removeprefix("stock: ") if kernels.startswith("stock") else None
@@ -277,7 +261,7 @@ def _observe(layers: Sequence[_Layer], call: Callable[[], object], kind: str) ->
 
 
 def _least_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of some calls: what else the machine does only adds."""
+    """Return the seconds of the fastest of some calls: other processes only add to it."""
     import torch
 
     least, spent, calls = float("inf"), 0.0, 0

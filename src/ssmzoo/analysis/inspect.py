@@ -10,16 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssmzoo.analysis.measure import ENERGY, LayerInspection, as_arguments, measure_layers
-from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
-from ssmzoo.analysis.places import require_ours, require_place
-from ssmzoo.analysis.subject import (
+from ssmzoo.analysis.backbone import (
     LoadedBackbone,
     given_ids,
-    load_subject,
+    load_backbone,
     reference_inputs,
     text_tokens,
 )
+from ssmzoo.analysis.measure import (
+    ENERGY,
+    Inspection,
+    LayerInspection,
+    as_arguments,
+    measure_layers,
+)
+from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
+from ssmzoo.analysis.places import require_ours, require_place
 from ssmzoo.files import require_name, write_folder, write_json
 
 REPORT = "inspection.json"
@@ -80,28 +86,42 @@ def inspect_model(
     require_matplotlib()  # before minutes of measuring
     require_ours(target, (REPORT, *PICTURES), "output_dir", "an earlier inspection")
     require_place(target.resolve().parent, "output_dir")
-    subject = load_subject(str(model), seed=seed, device=device, stock=stock)
+    loaded = load_backbone(str(model), seed=seed, device=device, stock=stock)
     if ids is not None:
-        inputs = given_ids(subject, ids)
+        inputs = given_ids(loaded, ids)
     else:
-        tokens = None if text is None else text_tokens(subject, str(model), text)
-        inputs = _references(subject, length, sequences, tokens, seed)
-    found = measure_layers(subject.model, inputs, layers=layers, measured=measured)
-    kind = "random tokens" if subject.channels is None else "random values"
+        tokens = None if text is None else text_tokens(loaded, str(model), text)
+        inputs = _references(loaded, length, sequences, tokens, seed)
+    found = measure_layers(loaded.model, inputs, layers=layers, measured=measured)
+    report = _report(loaded, found)
+    kind = "random tokens" if loaded.channels is None else "random values"
     if text is not None or ids is not None:
         kind = "text" if text is not None else "given tokens"
-    report: dict[str, Any] = {
+    report["input"] = {
+        "kind": kind,
+        "length": found.length,
+        "sequences": found.sequences,
+        "seed": seed,
+    }
+
+    def write(folder: Path) -> None:
+        report["pictures"] = draw_pictures(found, folder, title=loaded.name)
+        report["not_drawn"] = [name for name in PICTURES if name not in report["pictures"]]
+        write_json(folder / REPORT, report)
+
+    write_folder(target, write)
+    return report
+
+
+def _report(loaded: LoadedBackbone, found: Inspection) -> dict[str, Any]:
+    """Return the content of ``inspection.json``, without the input and the pictures' names."""
+    trajectories = found.trajectories
+    return {
         "format": FORMAT,
-        "model": subject.name,
-        "model_type": subject.model.config.model_type,
-        "untrained": subject.untrained,
-        "parameters": sum(p.numel() for p in subject.whole.parameters()),
-        "input": {
-            "kind": kind,
-            "length": found.length,
-            "sequences": found.sequences,
-            "seed": seed,
-        },
+        "model": loaded.name,
+        "model_type": loaded.model.config.model_type,
+        "untrained": loaded.untrained,
+        "parameters": sum(p.numel() for p in loaded.whole.parameters()),
         "energy": ENERGY,
         "state_bytes": found.state_bytes,
         "state_note": found.state_note,
@@ -110,33 +130,24 @@ def inspect_model(
             kind: [n for n, other in found.others.items() if other == kind]
             for kind in sorted(set(found.others.values()))
         },
-        "trajectories": None,
+        "trajectories": None
+        if trajectories is None
+        else {name: tensor.tolist() for name, tensor in vars(trajectories).items()},
     }
-    if found.trajectories is not None:
-        parts = vars(found.trajectories)
-        report["trajectories"] = {name: tensor.tolist() for name, tensor in parts.items()}
-
-    def write(folder: Path) -> None:
-        report["pictures"] = draw_pictures(found, folder, title=subject.name)
-        report["not_drawn"] = [name for name in PICTURES if name not in report["pictures"]]
-        write_json(folder / REPORT, report)
-
-    write_folder(target, write)
-    return report
 
 
 def _references(
-    subject: LoadedBackbone, length: int | None, sequences: int, tokens: Tensor | None, seed: int
+    loaded: LoadedBackbone, length: int | None, sequences: int, tokens: Tensor | None, seed: int
 ) -> Tensor:
     """Return reference sequences as long as asked for, or as the default and the model allow."""
     if length is not None:
-        return reference_inputs(subject, length, sequences, tokens=tokens, seed=seed)
+        return reference_inputs(loaded, length, sequences, tokens=tokens, seed=seed)
     length = LENGTH if tokens is None else min(LENGTH, max(1, len(tokens)))
     while True:
-        inputs = reference_inputs(subject, length, sequences, tokens=tokens, seed=seed)
+        inputs = reference_inputs(loaded, length, sequences, tokens=tokens, seed=seed)
         try:
             with torch.no_grad():
-                subject.model(**as_arguments(subject.model, inputs[:1]), use_cache=False)
+                loaded.model(**as_arguments(loaded.model, inputs[:1]), use_cache=False)
         except ValueError as error:
             if length <= SHORTEST:
                 raise

@@ -1,4 +1,4 @@
-"""What is inspected: kernels, effective memory, poles, time steps, decay and state of every layer.
+"""Kernels, effective memory, poles, time steps, decay and state of every layer.
 
 A mixer that offers ``dynamics()`` is asked; of any other the impulse response is measured, as the
 derivative of its output with respect to its inputs. Either way at the inputs that the mixer gets
@@ -73,7 +73,7 @@ class LayerInspection:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in a model.
+    """The findings of a model.
 
     Attributes:
         length: Positions of each reference sequence.
@@ -228,7 +228,7 @@ def measured_response(
 
 
 class _MixerCalls:
-    """What some layers' mixers get when the model reads: of all sequences, or of copies of one.
+    """The inputs of some layers' mixers while the model reads all sequences, or copies of one.
 
     Copies are read again where layers share values, which may have any form.
     """
@@ -360,7 +360,7 @@ def _inspect_layer(mixer: Any, layer: int, calls: _MixerCalls, measured: bool) -
 
 @contextlib.contextmanager
 def _naming(layer: int, mixer: nn.Module) -> Iterator[None]:
-    """Let what a mixer raises name its layer."""
+    """Add the layer to the errors of its mixer."""
     try:
         yield
     except Exception as error:

@@ -23,7 +23,7 @@ _DOTS = 120  # an inch
 _MOST_POINTS = 20_000  # poles in one panel
 _MOST_LANDMARKS = 64
 _MOST_REGIONS = 9  # that pale colours can tell apart
-_FOR_EVER = 1e6  # tokens; an entry may keep what it holds for longer, or let it grow
+_FOR_EVER = 1e6  # tokens; an entry may decay more slowly, or grow
 _BLUE, _RED, _GREY = "#33658a", "#b5482a", "#b8b8b8"
 
 
@@ -40,7 +40,7 @@ def require_matplotlib() -> None:
 
 
 def draw_pictures(found: Inspection, folder: Path, *, title: str) -> list[str]:
-    """Draw what there is into a folder and return the names of the pictures.
+    """Draw an inspection into a folder and return the names of the pictures.
 
     Models with many layers show twelve of them, evenly spread.
     """
@@ -217,7 +217,7 @@ def _paint_margins(layers: Sequence[LayerInspection]) -> tuple[Figure, str]:
 def _paint_trajectories(found: Trajectories) -> Figure:
     """Draw every sequence's path in a panel of its own, all on the same axes.
 
-    The ground has a colour for each of a few landmarks: what lies nearest to it.
+    Of a few landmarks each has a colour for the points nearest to it.
     """
     paths, landmarks = (x.detach().cpu().double() for x in (found.paths, found.landmarks))
     figure, places = _grid(len(paths), height=3.8)
@@ -260,7 +260,7 @@ def _paint_trajectories(found: Trajectories) -> Figure:
 def _paint_regions(
     axes: Axes, landmarks: Tensor, corner: Sequence[float], top: Sequence[float]
 ) -> None:
-    """Colour what lies nearest to each landmark."""
+    """Colour the points nearest to each landmark."""
     right, up = (
         torch.linspace(a, b, 400, dtype=landmarks.dtype) for a, b in zip(corner, top, strict=True)
     )
@@ -284,7 +284,7 @@ def _by_layer(
     return lambda layers: (_panels(layers, panel), about)
 
 
-# by file name: which layers it shows, and what draws them
+# by file name: the condition for a layer to be shown, and the painter
 _PAINTERS: dict[
     str,
     tuple[
@@ -305,7 +305,7 @@ _PAINTERS: dict[
     ),
     "decay.png": (
         lambda x: x.decay is not None,
-        _by_layer(_draw_decay, "how long the state keeps what it holds (dashed: the input)"),
+        _by_layer(_draw_decay, "time constants of the state (dashed: the input's length)"),
     ),
 }
 _TRAJECTORIES = "trajectories.png"

@@ -1,4 +1,4 @@
-"""Where results go, checked before what takes minutes or days."""
+"""Checks of output folders, made before work of minutes or days."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def require_place(folder: Path, argument: str) -> None:
 
 
 def require_ours(folder: Path, names: Iterable[str], argument: str, earlier: str) -> None:
-    """Check that a folder is not there yet, or holds nothing but what is to be replaced.
+    """Check that a folder is not there yet, or holds nothing but files to be replaced.
 
     Args:
         folder: The folder, which will be written anew.
-        names: What an earlier call wrote into it.
-        argument: What names the folder, for the error.
-        earlier: What it would then be, for the error.
+        names: The files of an earlier call.
+        argument: The argument with the folder, for the error.
+        earlier: The kind of folder that may be replaced, for the error.
 
     Raises:
         ValueError: It is a file, or holds something else.

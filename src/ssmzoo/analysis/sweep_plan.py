@@ -1,4 +1,4 @@
-"""What a sweep's file says, and the runs that it asks for."""
+"""A sweep's file and the runs that it plans."""
 
 from __future__ import annotations
 
@@ -31,9 +31,15 @@ except ImportError as error:
     raise missing("sweeps need pydantic", "train", error) from error
 
 NEVER = 1_000_000_000  # steps
-COMPARED = ("model", "data", "train", "eval")  # the sections that say what a run is
-CHOICES = {"problem": "problems", "model": "models", "width": "widths"}  # sections, by column
-CHOICES |= {"lr": "learning_rates", "seed": "seeds"}
+COMPARED = ("model", "data", "train", "eval")  # sections that change a run's result
+# by column of the ledger, the field of a sweep with its values
+CHOICES = {
+    "problem": "problems",
+    "model": "models",
+    "width": "widths",
+    "lr": "learning_rates",
+    "seed": "seeds",
+}
 
 
 class Problem(Section):
@@ -42,7 +48,7 @@ class Problem(Section):
     Attributes:
         data: A recipe's section.
         train: A recipe's section without ``lr`` and ``seed``.
-        eval: A recipe's section. If absent, all that is held out is judged, once, at the end.
+        eval: A recipe's section. If absent, all held-out data is evaluated, once, at the end.
     """
 
     data: DataSection
@@ -51,16 +57,16 @@ class Problem(Section):
 
 
 class Sweep(Section):
-    """What ``ssmzoo sweep`` reads: a closed YAML file.
+    """The closed YAML file of ``ssmzoo sweep``.
 
     Attributes:
         models: By the name that the ledger shows, a recipe's ``model`` section without
             ``hidden_size``: families of the zoo and foreign ones, model types of transformers, and
             saved models, which have a width of their own.
-        problems: By the name that the ledger shows, what is learned.
-        widths: What ``hidden_size`` runs through.
-        learning_rates: What ``train.lr`` runs through.
-        seeds: What ``train.seed`` runs through.
+        problems: By the name that the ledger shows, the data and the training.
+        widths: The values of ``hidden_size``.
+        learning_rates: The values of ``train.lr``.
+        seeds: The values of ``train.seed``.
         search_seeds: The number of first seeds that run at every learning rate; the others run at
             the best of them alone, once these are finished. If absent, all run at every rate.
     """
@@ -78,22 +84,21 @@ class Sweep(Section):
         return [] if self.search_seeds is None else self.seeds[self.search_seeds :]
 
     def runs(self) -> list[PlannedRun]:
-        """Return every run that may be, in the order in which they are trained.
+        """Return every run in the order of training: the first seed of all comes first.
 
         Raises:
             LookupError: A field that a recipe does not have.
-            ValueError: Runs that cannot be.
+            ValueError: A wrong value, or a name or number that appears twice.
         """
         self._check()
-        grid = product(self.seeds, self.problems.items(), self.models.items())
         found: dict[str, PlannedRun] = {}
-        for seed, (problem, said), (model, section) in grid:
-            # a saved model has its own width
-            widths = self.widths if section.init_from is None else [None]
+        for seed, problem, (model, section) in product(
+            self.seeds, self.problems, self.models.items()
+        ):
+            widths = self.widths if section.init_from is None else [None]  # it has its own
             for width, lr in product(widths, self.learning_rates):
-                place = {"problem": problem, "model": model, "width": width}
-                place |= {"lr": lr, "seed": seed}
-                recipe = _recipe(said, section, place)
+                place = {"problem": problem, "model": model, "width": width, "lr": lr, "seed": seed}
+                recipe = self._recipe(place)
                 run = PlannedRun(place, recipe.with_absolute_paths(), _digest(recipe))
                 if run.folder in found:
                     raise ValueError(
@@ -114,19 +119,41 @@ class Sweep(Section):
                     "models and problems must have names that begin with a letter or digit and "
                     f'hold none of /\\:*?"<>|,=, for folders are called by them, got {name!r}'
                 )
-        for model, section in self.models.items():
-            if "hidden_size" in section.config:
+        said_elsewhere = [
+            *(
+                (f"models.{name}.config", said.config, "hidden_size", "widths")
+                for name, said in self.models.items()
+            ),
+            *(
+                (f"problems.{name}.train", said.train, field, CHOICES[field])
+                for name, said in self.problems.items()
+                for field in ("lr", "seed")
+            ),
+        ]
+        for where, given, field, values in said_elsewhere:
+            if field in given:
                 raise ValueError(
-                    f"hidden_size must be left out of models.{model}.config, since widths say it, "
-                    f"got {section.config['hidden_size']!r}"
+                    f"{field} must be left out of {where}, since {values} say it, got "
+                    f"{given[field]!r}"
                 )
-        for problem, said in self.problems.items():
-            for name in ("lr", "seed"):
-                if name in said.train:
-                    raise ValueError(
-                        f"{name} must be left out of problems.{problem}.train, since "
-                        f"{CHOICES[name]} say it, got {said.train[name]!r}"
-                    )
+
+    def _recipe(self, place: Line) -> Recipe:
+        said, section = self.problems[place["problem"]], self.models[place["model"]]
+        model = section.model_dump(exclude_none=True)
+        if place["width"] is not None:
+            model["config"] = {**section.config, "hidden_size": place["width"]}
+        fields = {
+            "model": model,
+            "data": said.data.model_dump(exclude_none=True),
+            "train": {**said.train, "lr": place["lr"], "seed": place["seed"]},
+            "eval": {"every": NEVER, "batches": "all", **said.eval},
+            "checkpoint": {"every": NEVER, "keep": 1},
+            "log": {"every": 100, "curves": False},
+        }
+        recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
+        if not recipe.supervised and recipe.data.validation is None:
+            raise ValueError(f"problems.{place['problem']}.data needs validation to evaluate on")
+        return recipe
 
 
 @dataclass(frozen=True)
@@ -135,7 +162,7 @@ class PlannedRun:
 
     Attributes:
         place: Its ``problem``, ``model``, ``width`` (None of a saved model), ``lr`` and ``seed``.
-        recipe: What it trains.
+        recipe: Its recipe.
         digest: Tells its recipe from others in the ledger.
     """
 
@@ -153,7 +180,7 @@ class PlannedRun:
 
     @property
     def cell(self) -> Cell:
-        """What has one configuration: problem, model and width."""
+        """Its problem, model and width, which make the configuration."""
         return cell_of(self.place)
 
     def __str__(self) -> str:
@@ -189,26 +216,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return found
 
 
-def _recipe(said: Problem, section: ModelSection, place: Line) -> Recipe:
-    model = section.model_dump(exclude_none=True)
-    if place["width"] is not None:
-        model["config"] = {**section.config, "hidden_size": place["width"]}
-    fields = {
-        "model": model,
-        "data": said.data.model_dump(exclude_none=True),
-        "train": {**said.train, "lr": place["lr"], "seed": place["seed"]},
-        "eval": {"every": NEVER, "batches": "all", **said.eval},
-        "checkpoint": {"every": NEVER, "keep": 1},
-        "log": {"every": 100, "curves": False},
-    }
-    recipe = read_sections(Recipe, fields, f"problems.{place['problem']}")
-    if not recipe.supervised and recipe.data.validation is None:
-        raise ValueError(f"problems.{place['problem']}.data needs validation to judge by")
-    return recipe
-
-
 def _digest(recipe: Recipe) -> str:
-    """Return twelve hexadecimal digits that tell what a recipe trains from what others do."""
+    """Return a digest of twelve digits of the sections that change a run's result."""
     text = {
         name: getattr(recipe, name).model_dump(exclude_defaults=True, mode="json")
         for name in COMPARED
@@ -217,7 +226,7 @@ def _digest(recipe: Recipe) -> str:
 
 
 def selection(terms: Iterable[str]) -> dict[str, list[Any]]:
-    """Return what ``problem=NAME``, ``model=NAME``, ``width=N``, ``lr=RATE``, ``seed=N`` choose.
+    """Parse terms such as ``problem=NAME``, ``width=N`` and ``lr=RATE``; values by field.
 
     Raises:
         LookupError: No such field.

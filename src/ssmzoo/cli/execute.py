@@ -24,7 +24,7 @@ def execute(program: str, arguments: Sequence[str]) -> NoReturn:
 
     Args:
         program: The name of a console script, a module as for ``python -m``, or a Python file.
-        arguments: What the program gets, as they are.
+        arguments: The program's arguments, unchanged.
 
     Raises:
         LookupError: There is no such program; the message suggests and lists.
@@ -40,7 +40,7 @@ def execute(program: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _command(program: str) -> list[str]:
-    """Return what Python is called with to run a program."""
+    """Return the arguments of Python that run a program."""
     if program.endswith(".py") and Path(program).is_file():
         return [program]
     scripts: dict[str, EntryPoint] = {}
@@ -48,7 +48,7 @@ def _command(program: str) -> list[str]:
         scripts.setdefault(point.name, point)
     if program in scripts:
         point = scripts[program]
-        # what pip writes into the script, which may lie in another folder than Python; -P as there
+        # as pip's script does, which may lie in another folder than Python
         call = f"sys.exit({point.module}.{point.attr}())"
         return ["-P", "-c", f"import sys, {point.module}; sys.argv[0] = {program!r}; {call}"]
     if all(part.isidentifier() for part in program.split(".")) and _importable(program):

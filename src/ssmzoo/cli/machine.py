@@ -61,13 +61,13 @@ def _print_examined(facts: dict[str, Any]) -> None:
     print(f"tokens per second, without the head: reading {speed['read']:,}{step}")
     if memory := facts["memory"]:
         rates = ", ".join(f"{n} {rate:,}" for n, rate in memory["tokens_per_second"].items())
-        print(f"what the memory ({memory['read_gb_s']} GB/s) allows one by one: {rates}")
+        print(f"upper bound by memory bandwidth ({memory['read_gb_s']} GB/s), one by one: {rates}")
         print(
             f"fastest here: weights of {memory['for_reading']} for reading, "
             f"of {memory['for_decoding']} (torchao) one by one"
         )
     print()
-    layers: list[list[Any]] = []  # [first, last, what they share]
+    layers: list[list[Any]] = []  # [first, last, shared facts]
     for layer in facts["layers"]:
         index, shared = layer["layer"], {k: v for k, v in layer.items() if k != "layer"}
         if layers and layers[-1][2] == shared:
@@ -94,7 +94,7 @@ def _print_examined(facts: dict[str, Any]) -> None:
 
 DOCTOR = Verb(
     "doctor",
-    "show what runs on this machine, and why not faster",
+    "show this machine, a model's kernels on it, and why not faster",
     "ssmzoo doctor\nssmzoo doctor runs/longhorn-demo/model --length 128",
     (
         MODEL.but(
@@ -221,8 +221,7 @@ EXEC = Verb(
         Option(
             "arguments",
             metavar="ARGUMENT",
-            nargs="*",
-            default=[],
+            nargs=argparse.REMAINDER,
             help="all that follows is the program's",
         ),
     ),

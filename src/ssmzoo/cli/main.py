@@ -1,6 +1,6 @@
 """The program ``ssmzoo COMMAND ...``: its commands, its errors, its exit statuses.
 
-Commands import what they need when they run, so that help, errors and ``ssmzoo list`` never wait
+Commands import their modules when they run, so that help, errors and ``ssmzoo list`` never wait
 for torch. A user's mistake is one line on stderr and exit status 2.
 """
 
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import logging
 import os
-import re
-import select
 import sys
 import traceback
 from collections.abc import Sequence
 
 from ssmzoo.cli import machine, models, publishing, scoring, training
-from ssmzoo.cli.options import Parser, UsageError
+from ssmzoo.cli.options import Parser
 from ssmzoo.environment.credentials import without_credentials
 from ssmzoo.environment.messages import shortened
 from ssmzoo.files import few_files
@@ -45,7 +42,7 @@ VERBS = (
     publishing.EXPORT_KERNELS,
 )
 
-# where torchao is installed, transformers imports it, and it warns of what torch does not ask for
+# transformers imports torchao where it is installed, which then warns
 _CHATTERING = ("torchao", "torch.utils._pytree")
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
@@ -54,8 +51,8 @@ OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 a failed check or a fault of ours, 2 a mistake in what was asked for or
-    something the machine refused, 130 an interrupt, 141 a reader that went away. ``train`` that is
+    0 is success, 1 a failed check or a fault of ours, 2 a user's mistake or something that the
+    machine refused, 130 an interrupt, 141 a reader that went away. ``train`` that is
     told to stop saves its work and ends with 128 and the signal's number, 143 for SIGTERM say.
 
     Args:
@@ -79,11 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return getattr(error, "status", INTERRUPTED)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
-            return BROKEN_PIPE
-        lost = _lost_output(again=isinstance(error, OSError) and error.errno in _FULL)
+        lost = _stdout_error(error)
         if lost is not None and isinstance(error, OSError):
-            error = lost
+            if isinstance(lost, BrokenPipeError):
+                return BROKEN_PIPE
+            error = RuntimeError(
+                f"standard output cannot be written: {lost.strerror}; send it elsewhere"
+            )
         if "--debug" in arguments:
             sys.stderr.write(without_credentials(traceback.format_exc()))
         return _report(error)
@@ -99,20 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    words = arguments[arguments[:1] == ["--debug"] :]
-    if words[:1] == ["exec"] and len(words) > 1 and not words[1].startswith("-"):
-        # all that follows the program is the program's, --help and --debug too
-        options = argparse.Namespace(program=words[1], arguments=words[2:])
-        return machine.EXEC.run(options)
     parser, commands = parsers()
-    try:
-        options, rest = parser.parse_known_args(arguments)
-    except UsageError as error:
-        # of options with one dash there is only -h
-        dashed = next((a for a in arguments if re.match(r"-[^-\d]", a)), None)
-        if dashed is None or "arguments are required" not in str(error):
-            raise
-        raise UsageError(f"{error}; {dashed!r} is an option unless -- stands before it") from None
+    options, rest = parser.parse_known_args(arguments)
     if getattr(options, "command", None) is None:
         if rest:
             parser.refuse(rest[0])
@@ -130,48 +117,27 @@ def _run(arguments: Sequence[str]) -> int:
         return options.run(options)
 
 
-# in libraries written in Rust a failed assertion, which we see in tokenizers only
+# a failed assertion in a library written in Rust; only tokenizers showed one
 _OF_RUST = (
     "a library cannot go on: most often a pattern of the tokenizer's takes too many tries on a "
     "text; correct the pattern in tokenizer.json, or take another tokenizer"
 )
-# what several processes do together, or, of exec, what the other program makes of them
+# commands that several processes may run; of exec, the other program decides
 _FOR_MANY = ("train", "eval", "exec")
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _reader_is_gone() -> bool:
-    """Tell a closed stdout from a broken connection elsewhere; quieten Python's last flush."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout.fileno(), 0)
-    except io.UnsupportedOperation:  # stdout is no file
-        return False
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
-def _lost_output(*, again: bool) -> RuntimeError | None:
-    """Return why what was printed cannot be written, if so, and quieten Python's last flush.
-
-    Args:
-        again: Whether to try a line end: what failed to be written is no longer in the buffer.
-    """
+def _stdout_error(error: Exception) -> OSError | None:
+    """Return why standard output takes no more, if so, and quieten Python's last flush."""
     if sys.stdout is None:  # it was closed before the program began
         return None
     try:
-        if again:
-            sys.stdout.write("\n")
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT:
+            sys.stdout.write("\n")  # what could not be written is no longer in the buffer
         sys.stdout.flush()
-    except OSError as error:
+    except OSError as found:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return RuntimeError(
-            f"standard output cannot be written: {error.strerror}; send it elsewhere"
-        )
+        return found
     return None
 
 
@@ -183,7 +149,7 @@ def _report(error: Exception) -> int:
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )
-    # of a missing key, the message is the bare key: nobody raised that one for a reader
+    # a KeyError whose message is the bare key was not raised for a reader
     if mistake and not isinstance(error, KeyError | IndexError | NotImplementedError):
         print(f"ssmzoo: error: {text or type(error).__name__}", file=sys.stderr)
         return USAGE

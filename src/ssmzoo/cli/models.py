@@ -169,7 +169,11 @@ GENERATE = Verb(
     'ssmzoo generate runs/longhorn-demo/model "def main(" --max-new-tokens 40',
     (
         SAVED_MODEL,
-        Option("prompt", metavar="PROMPT", help="the text; - reads it from standard input"),
+        Option(
+            "prompt",
+            metavar="PROMPT",
+            help="the text, after -- where it begins with a dash; - reads it from standard input",
+        ),
         Option("--max-new-tokens", metavar="N", type=int, default=100, help="(default: 100)"),
         Option(
             "--temperature",
@@ -190,7 +194,7 @@ GENERATE = Verb(
         Option(
             "--state",
             metavar="PATH",
-            help="continue what --save-state wrote; the prompt follows it",
+            help="continue from the folder of --save-state; the prompt follows it",
         ),
         Option(
             "--save-state",
@@ -269,7 +273,7 @@ INSPECT = Verb(
             nargs="+",
             help="token ids to read instead, a sequence each, all of one length",
         ),
-        LENGTH.but(help="tokens of each sequence (default: 1024, or what the model takes)"),
+        LENGTH.but(help="tokens of each sequence (default: 1024, or the model's limit)"),
         Option(
             "--sequences", metavar="N", type=int, default=4, help="sequences to read (default: 4)"
         ),

@@ -1,12 +1,11 @@
-"""The vocabulary of the command line: what a verb is, and every option that several verbs take.
+"""Commands, and the options that several of them share.
 
-An option means the same wherever it stands. Those of one verb alone are declared beside that verb.
+An option means the same in every command. Options of one command are declared beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ class Verb:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises one-line errors, with a suggestion for what was mistyped."""
+    """An argparse parser that raises one-line errors, with a suggestion for a mistyped name."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -79,27 +78,18 @@ class Parser(argparse.ArgumentParser):
         """Raise instead of printing the usage, which would be a second line."""
         raise UsageError(f"{message} (see '{self.prog} --help')")
 
-    @property
-    def known_options(self) -> list[str]:
-        """Its options, the long ones."""
-        return sorted(set(re.findall(r"--[a-z][a-z-]+", self.format_usage())))
-
     def refuse(self, argument: str) -> NoReturn:
-        """Raise what is to be said of an argument that this parser does not take."""
-        if not argument.startswith("-"):
-            output = "--output" in self.known_options
+        """Raise an error about an argument that this parser does not take."""
+        known = sorted(flag for flag in self._option_string_actions if flag.startswith("--"))
+        if argument.startswith("-"):
+            option = argument.partition("=")[0]
+            if option in known:
+                self.error(f"{option} stands behind --, where all is text; give options before it")
             self.error(
-                f"unexpected argument {argument!r}"
-                + (f"; a place to write to is --output {argument}" if output else "")
+                f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}"
             )
-        option, verb = argument.partition("=")[0], self.prog.rpartition(" ")[2]
-        instead = _FORMER.get((verb, option), _FORMER.get(("", option)))
-        if instead is not None:
-            self.error(f"no option {option!r}: {instead}")
-        known = self.known_options
-        if option in known:
-            self.error(f"{option} stands behind --, where all is text; give options before it")
-        self.error(f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}")
+        place = f"; use --output {argument} to write there" if "--output" in known else ""
+        self.error(f"unexpected argument {argument!r}{place}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -110,17 +100,8 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-# what options of earlier versions, or of other tools, are called here; "" is any verb
-_FORMER = {
-    ("", "--out"): "it is --output now",
-    ("", "--output-dir"): "it is --output now",
-    ("publish", "--state"): "it is --include-state now",
-    ("publish", "--standalone"): "the code goes along unless --no-code leaves it out",
-}
-
-
 def comma_separated(kind: Callable[[str], Any], what: str, least: int | None = None) -> Any:
-    """Return a parser of values with commas between, of a kind that errors name by ``what``."""
+    """Return a parser of values with commas between; errors call the values ``what``."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:

@@ -70,7 +70,7 @@ PUBLISH = Verb(
             action="store_true",
             help="publish the state of a prompt, too: state.safetensors in MODEL",
         ),
-        Option("--dry-run", action="store_true", help="show what would go; write nothing"),
+        Option("--dry-run", action="store_true", help="list the files; write nothing"),
         Option(
             "--private",
             action="store_true",
@@ -165,7 +165,7 @@ EXPORT = Verb(
     (
         SAVED_MODEL,
         Option("--to", metavar="onnx", required=True, help="the graph's format: onnx"),
-        OUTPUT.but(required=True, help="the folder of the graph and of what its states are"),
+        OUTPUT.but(required=True, help="the folder of the graph and the list of its states"),
         DTYPE,
         TRUST,
         JSON,

@@ -1,4 +1,4 @@
-"""What commands print: JSON, tables, sizes."""
+"""Print JSON, tables and sizes."""
 
 from __future__ import annotations
 

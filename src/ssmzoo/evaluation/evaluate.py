@@ -2,7 +2,7 @@
 
 - Our own tasks (``eval/tasks``) are generated and need no network; any lm-eval task works too.
 - A suite (``eval/suites``) is an lm-eval group whose entries state the metric that counts.
-- The results file is written after every task, so a run that is killed keeps what it has.
+- The results file is written after every task, so a killed run keeps its finished tasks.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ssmzoo.checkpoints.load import (
     Dtype,
     check_dtype,
     check_vocabulary,
-    load_model,
     load_tokenizer,
     model_folder,
     model_name,
@@ -29,6 +29,7 @@ from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.environment.hardware import installed_versions, launched_processes, usable_device
 from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable_command
+from ssmzoo.evaluation.loading import load_to_run
 from ssmzoo.evaluation.results import (
     Results,
     Score,
@@ -49,9 +50,9 @@ from ssmzoo.files import existing_part, make_folder_of
 from ssmzoo.tasks import symbol_count
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedModel
 
-__all__ = ["Suite", "evaluate", "load_suite", "model_folder", "model_name", "suites"]
+    from ssmzoo.modeling import StateAdapter
 
 PACKAGES = ("ssmzoo", "torch", "transformers", "lm-eval", "datasets", "tokenizers", "numpy")
 
@@ -103,36 +104,24 @@ def evaluate(
         RuntimeError: lm-eval is not installed, a task's data cannot be had, or the results cannot
             be written.
     """
-    model = str(model)
+    call = _Call(
+        str(model), tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
+        trust_remote_code, stock, adapter,
+    )  # fmt: skip
     names, chosen = _plan(tasks, suite, text)
-    for argument, value in (("batch_size", batch_size), ("limit", limit)):
-        if value is not None and value < 1:
-            raise ValueError(f"{argument} must be at least 1, got {value}")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be between 0 and {2**32 - 1}, got {seed}")
-    check_dtype(dtype)
-    folder = model_folder(model)
-    metadata: dict[str, Any] = {"seed": seed}
-    if text is not None:
-        documents = read_documents(text)
-        metadata |= {"text": str(text), "text_sha256": _digest_of(d.encode() for d in documents)}
-    own = model_name(model)
-    if adapter is not None:
-        own = f"{own}-{Path(adapter).resolve().name}"
-    target = _results_file(output_dir, own if name is None else name)
+    call.check()
+    folder, target, metadata = model_folder(call.model), call.results_file(), call.metadata()
     earlier = read_results(target) if target.exists() else None
     _require_lm_eval()
 
     from ssmzoo.evaluation import scorer
-    from ssmzoo.modeling import load_state_adapter
-    from ssmzoo.modeling.stock import choose_kernels
-    from ssmzoo_kernels.machine import environment, hardware
 
-    with scorer.tamed(), _processes() as main:
-        place = usable_device(_device_of_process() if device is None else device)
-        tokenizer = load_tokenizer(model, folder, trust_remote_code)
+    with scorer.tamed(), _processes() as writes:
+        tokenizer = load_tokenizer(call.model, folder, trust_remote_code)
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
-            raise ValueError(f"the tokenizer of {model!r} must have a bos_token or an eos_token")
+            raise ValueError(
+                f"the tokenizer of {call.model!r} must have a bos_token or an eos_token"
+            )
         symbols = symbol_count(tokenizer)
         if symbols is not None:
             metadata["vocab_size"] = symbols
@@ -141,68 +130,161 @@ def evaluate(
         members = [{"group": chosen.name, "task": [e]} for e in chosen.entries] if chosen else []
         specs: list[str | dict[str, Any]] = [*names, *members]
         library.check(specs)
-        network = load_model(model, folder, dtype, trust_remote_code)
-        cast("torch.nn.Module", network).to(place)
+        network, started = call.load(folder)
         check_vocabulary(network, tokenizer)
-        choose_kernels(network, stock)
-        started = None if adapter is None else load_state_adapter(adapter, network).digest()
-        if not getattr(network.config, "decodable", True):
-            batch_size = 1  # its rows' padding would count
-        lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
-        results: Results = {
-            "model": {
-                "name": target.stem,
-                "source": source_of(model),
-                "revision": weights_revision(folder)
-                if folder is not None
-                else getattr(network.config, "_commit_hash", None),
-                "model_type": network.config.model_type,
-                "parameters": network.num_parameters(),
-            },
-            "results": [],
-            "versions": installed_versions(*PACKAGES) | foreign_versions(network.config),
-            "hardware": hardware(place),
-            "environment": environment(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": _command(
-                model, tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
-                trust_remote_code, stock, adapter,
-            ),
-        }  # fmt: skip
-        described = results["model"]
-        parts = [model if folder is None else folder, *([] if adapter is None else [Path(adapter)])]
-        if any(isinstance(part, Path) for part in parts):
-            described["place"] = place_digest(target, *parts)
-        if started is not None:
-            described["source"], described["revision"] = adapted(
-                described["source"], source_of(str(adapter)), described["revision"], started
-            )
-        if folder is not None and folder.resolve().name == "model":
-            recipe = folder.resolve().parent / "recipe.yaml"
-            if recipe.is_file():
-                results["recipe"] = recipe_of(recipe)
+        described = _described(call, target, folder, network, started)
         if earlier is not None:
-            require_same_model(earlier, results)
-
-        def add(new: list[Score]) -> None:
-            nonlocal results
-            # another call may have written since
-            now = read_results(target) if main and target.exists() else results
-            results = merge(now, {**results, "results": new})
-            if main:
-                make_folder_of(target)
-                write_results(target, results)
-
+            require_same_model(earlier, described)
+        lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
         scores: list[Score] = []
         for spec in specs:
             new = score_task(lm, library.load(spec), limit=limit, seed=seed, symbols=symbols)
             if not isinstance(spec, str):
-                new = [cast("Score", {**score, "suite": spec["group"]}) for score in new]
+                for score in new:
+                    score["suite"] = spec["group"]
             scores += new
-            add(new)
-        if chosen is not None and chosen.average:
-            add([average_score(chosen, [s for s in scores if s.get("suite") == chosen.name])])
+            if writes:
+                _add(target, described, new)
+        if writes and chosen is not None and chosen.average:
+            own = [score for score in scores if score.get("suite") == chosen.name]
+            _add(target, described, [average_score(chosen, own)])
     return target
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of :func:`evaluate`."""
+
+    model: str
+    tasks: Sequence[str]
+    suite: str | None
+    text: str | Path | None
+    output_dir: str | Path
+    name: str | None
+    batch_size: int
+    limit: int | None
+    seed: int
+    device: str | None
+    dtype: Dtype
+    trust_remote_code: bool
+    stock: bool
+    adapter: str | Path | None
+
+    def check(self) -> None:
+        """Fail if a number or the dtype is out of range."""
+        for argument, value in (("batch_size", self.batch_size), ("limit", self.limit)):
+            if value is not None and value < 1:
+                raise ValueError(f"{argument} must be at least 1, got {value}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
+        check_dtype(self.dtype)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata of all tasks; see lm-eval's ``--metadata``."""
+        told: dict[str, Any] = {"seed": self.seed}
+        if self.text is not None:
+            digest = hashlib.sha256()
+            for document in map(str.encode, read_documents(self.text)):
+                digest.update(len(document).to_bytes(8, "little") + document)
+            told |= {"text": str(self.text), "text_sha256": digest.hexdigest()[:16]}
+        return told
+
+    def results_file(self) -> Path:
+        """Return the results file, after trying whether its folder can be written to."""
+        name = self.name
+        if name is None:
+            name = model_name(self.model)
+            name += "" if self.adapter is None else f"-{Path(self.adapter).resolve().name}"
+        if name.startswith(".") or "/" in name or not (name.strip() and name.isprintable()):
+            raise ValueError(
+                "name must be a file's, without '/', a control character or a dot before it, got "
+                f"{name!r}; give another one (--name)"
+            )
+        folder = Path(self.output_dir)
+        try:
+            # ask by doing, before hours of scoring; the folder is made when there are scores
+            with tempfile.NamedTemporaryFile(dir=existing_part(folder), prefix=f".{name}."):
+                pass
+        except OSError as error:
+            raise RuntimeError(
+                f"output_dir {str(self.output_dir)!r} cannot be written: {error.strerror}; "
+                "choose another"
+            ) from error
+        return folder / f"{name}.json"
+
+    def load(self, folder: Path | None) -> tuple[PreTrainedModel, StateAdapter | None]:
+        """Return the model on its device, and the state adapter that it starts from."""
+        return load_to_run(
+            self.model,
+            folder,
+            device=usable_device(_device_of_process() if self.device is None else self.device),
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            stock=self.stock,
+            adapter=self.adapter,
+        )
+
+    def command(self) -> str:
+        """Return the command line that does the same again, with defaults that decide."""
+        words = ["ssmzoo", "eval"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "model":
+                words.append(value)
+            elif field.name == "tasks":
+                words += ["--tasks", ",".join(value)] if value else []
+            elif value is not None and value is not False:
+                flag = f"--{field.name.removesuffix('_dir').replace('_', '-')}"
+                words += [flag] if value is True else [flag, str(value)]
+        return portable_command(words)
+
+
+def _described(
+    call: _Call,
+    target: Path,
+    folder: Path | None,
+    network: PreTrainedModel,
+    started: StateAdapter | None,
+) -> Results:
+    """Return a results file without scores: the model, the machine, the versions."""
+    from ssmzoo_kernels.machine import environment, hardware
+
+    source, revision = source_of(call.model), getattr(network.config, "_commit_hash", None)
+    parts: list[str | Path] = [call.model if folder is None else folder]
+    if folder is not None:
+        revision = weights_revision(folder)
+    if started is not None:
+        parts.append(Path(str(call.adapter)))
+        source, revision = adapted(source, source_of(str(call.adapter)), revision, started.digest())
+    results: Results = {
+        "model": {
+            "name": target.stem,
+            "source": source,
+            "revision": revision,
+            "model_type": network.config.model_type,
+            "parameters": network.num_parameters(),
+        },
+        "results": [],
+        "versions": installed_versions(*PACKAGES) | foreign_versions(network.config),
+        "hardware": hardware(network.device),
+        "environment": environment(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": call.command(),
+    }
+    if any(isinstance(part, Path) for part in parts):
+        results["model"]["place"] = place_digest(target, *parts)
+    if folder is not None and folder.resolve().name == "model":
+        recipe = folder.resolve().parent / "recipe.yaml"
+        if recipe.is_file():
+            results["recipe"] = recipe_of(recipe)
+    return results
+
+
+def _add(target: Path, described: Results, new: list[Score]) -> None:
+    """Write new scores into a results file, to which another call may have written meanwhile."""
+    earlier = read_results(target) if target.exists() else None
+    make_folder_of(target)
+    write_results(target, merge(earlier, {**described, "results": new}))
 
 
 @contextmanager
@@ -212,7 +294,7 @@ def _processes() -> Iterator[bool]:
 
     joins = launched_processes() > 1 and not dist.is_initialized()
     if joins:
-        # the longest that one may score alone what another scores faster
+        # the longest that a process may wait for a slower one
         dist.init_process_group("gloo", timeout=timedelta(hours=6))
     failed = True
     try:
@@ -252,70 +334,9 @@ def _plan(
     return names, found
 
 
-def _results_file(output_dir: str | Path, name: str) -> Path:
-    if name.startswith(".") or "/" in name or not (name.strip() and name.isprintable()):
-        raise ValueError(
-            "name must be a file's, without '/', a control character or a dot before it, got "
-            f"{name!r}; give another one (--name)"
-        )
-    folder = Path(output_dir)
-    try:
-        # ask by doing, before hours of scoring; the folder is made when there are scores
-        with tempfile.NamedTemporaryFile(dir=existing_part(folder), prefix=f".{name}."):
-            pass
-    except OSError as error:
-        raise RuntimeError(
-            f"output_dir {str(output_dir)!r} cannot be written: {error.strerror}; choose another"
-        ) from error
-    return folder / f"{name}.json"
-
-
 def _require_lm_eval() -> None:
     try:
         import lm_eval.evaluator
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise missing("scoring needs lm-eval", "eval", error) from error
-
-
-def _command(
-    model: str,
-    tasks: Sequence[str],
-    suite: str | None,
-    text: str | Path | None,
-    output_dir: str | Path,
-    name: str | None,
-    batch_size: int,
-    limit: int | None,
-    seed: int,
-    device: str | None,
-    dtype: str,
-    trust_remote_code: bool,
-    stock: bool,
-    adapter: str | Path | None,
-) -> str:
-    """Write down the command line that does the same again; defaults that decide are spelt out."""
-    words = ["ssmzoo", "eval", model]
-    words += ["--tasks", ",".join(tasks)] if tasks else []
-    for flag, value in (
-        ("--suite", suite),
-        ("--text", text),
-        ("--output", output_dir),
-        ("--name", name),
-        ("--batch-size", batch_size),
-        ("--limit", limit),
-        ("--seed", seed),
-        ("--device", device),
-        ("--dtype", dtype),
-        ("--adapter", adapter),
-    ):
-        words += [flag, str(value)] if value is not None else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    return portable_command([*words, "--stock"] if stock else words)
-
-
-def _digest_of(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:16]

@@ -7,13 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.load import Dtype, check_dtype, load_model, load_tokenizer, model_folder
+from ssmzoo.checkpoints.load import Dtype, check_dtype, load_tokenizer, model_folder
 from ssmzoo.data.tokenizer import tokenizer_errors
 from ssmzoo.environment.hardware import usable_device
+from ssmzoo.evaluation.loading import load_to_run
 from ssmzoo.files import writing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+    from transformers import (
+        GenerationConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        TextStreamer,
+    )
 
 DEFAULT_TEMPERATURE = 0.8
 
@@ -52,7 +58,7 @@ def generate(
         dtype: Of the weights; "auto" is as saved.
         trust_remote_code: Let the checkpoint bring its own Python code.
         state: A folder that ``save_state`` wrote: go on from there; the prompt follows.
-        save_state: Keep what was read, ``state`` and prompt, in this folder.
+        save_state: Save the state after ``state`` and prompt in this folder.
         stock: Leave transformers' recurrent models as they are, without our kernels.
         adapter: A folder with a state adapter, from which the model starts.
         write: Called with each finished piece of text as it appears; not with beams.
@@ -72,37 +78,21 @@ def generate(
     check_dtype(dtype)
     folder, place = model_folder(name), usable_device(device)
     tokenizer = load_tokenizer(name, folder, trust_remote_code)
-    network = load_model(name, folder, dtype, trust_remote_code)
+    network, _ = load_to_run(
+        name,
+        folder,
+        device=place,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        stock=stock,
+        adapter=adapter,
+    )
 
     import torch
-    from transformers import GenerationConfig
 
-    from ssmzoo.modeling import load_state_adapter
-    from ssmzoo.modeling.stock import choose_kernels
-
-    cast(torch.nn.Module, network).to(place)
-
-    choose_kernels(network, stock)
-    if adapter is not None:
-        load_state_adapter(adapter, network)
     inputs = _inputs(network, tokenizer, prompt, state, save_state)
-    own = network.generation_config
-    ends = own.eos_token_id if own is not None else None
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    padding = tokenizer.pad_token_id
-    if padding is None:
-        padding = ends[0] if isinstance(ends, list) else ends
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    # a fresh one, so that defaults saved with the checkpoint do not mix with what was asked for
-    network.generation_config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        num_beams=beams,
-        eos_token_id=ends,
-        pad_token_id=padding,
-        **sampling,
+    network.generation_config = _settings(
+        network, tokenizer, max_new_tokens, temperature, top_p, beams
     )
     streamer = _streamer(tokenizer, write) if write is not None else None
     cuda = [network.device] if network.device.type == "cuda" else []
@@ -130,6 +120,36 @@ def _check(
         raise ValueError(f"write needs beams=1: beams know their text at the end, got {beams}")
 
 
+def _settings(
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    beams: int,
+) -> GenerationConfig:
+    """Return fresh settings, with which a checkpoint's own defaults do not mix."""
+    from transformers import GenerationConfig
+
+    own = network.generation_config
+    ends = own.eos_token_id if own is not None else None
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id
+    if padding is None:
+        padding = ends[0] if isinstance(ends, list) else ends
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        num_beams=beams,
+        eos_token_id=ends,
+        pad_token_id=padding,
+        **sampling,
+    )
+
+
 def _inputs(
     network: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -137,7 +157,7 @@ def _inputs(
     state: str | Path | None,
     save_state: str | Path | None,
 ) -> dict[str, Any]:
-    """Return what ``network.generate`` takes: the prompt, read already where a state is kept."""
+    """Return the arguments of ``network.generate``: the prompt, or the state after it."""
     if state is None and save_state is None:
         return _encode(tokenizer, prompt, network)
 

@@ -46,7 +46,7 @@ class Benchmark(TypedDict):
 
 
 class Score(TypedDict):
-    """One number; ``settings`` is what defines the task's data.
+    """One number; ``settings`` define the task's data.
 
     ``versions``, ``hardware``, ``environment``, ``date`` and ``command`` are there only where they
     differ from those of the file, because the score is from an earlier call; ``environment`` is
@@ -89,7 +89,7 @@ class Results(TypedDict):
     command: str
 
 
-# what is of the whole call; a score of an earlier call keeps its own
+# facts of a whole call; a score of an earlier call keeps its own
 _OF_THE_CALL = ("versions", "hardware", "environment", "date", "command")
 
 
@@ -123,7 +123,7 @@ def read_results(path: str | Path) -> Results:
     """Read a results file and check it.
 
     A score needs only ``task`` and ``metric``, the file ``results`` and ``model`` with ``name``,
-    ``source`` and ``revision``; what else is there must be of its kind.
+    ``source`` and ``revision``; all other fields must have their types.
 
     Raises:
         ValueError: It is missing or none; the message names the file and the field.
@@ -176,7 +176,7 @@ def recipe_of(path: Path) -> dict[str, Any]:
 
 
 def source_of(model: str | Path) -> str:
-    """Return what results call a model: as it was named, an absolute path by its last part.
+    """Return a model's name in results: as it was given, of an absolute path the last part.
 
     Of a run's model that is ``RUN/model``.
     """
@@ -187,11 +187,11 @@ def source_of(model: str | Path) -> str:
 
 
 def place_digest(target: Path, *parts: Path | str) -> str:
-    """Return what tells the parts of a model from others, whatever names they are called by.
+    """Return a digest of a model's places, whichever way they are named.
 
     Args:
         target: The results file.
-        parts: The folder or the Hub id of the model, and those of what it starts from.
+        parts: The folder or the Hub id of the model, and the folder of its state adapter.
     """
     around = target.expanduser().resolve().parent
     ways = [
@@ -202,7 +202,7 @@ def place_digest(target: Path, *parts: Path | str) -> str:
 
 
 def adapted(source: str, adapter: str, revision: object, digest: str) -> tuple[str, str]:
-    """Return source and revision of a model that starts from a state adapter, as of another."""
+    """Return source and revision of a model with a state adapter, which counts as another model."""
     return f"{source} with {adapter}", f"{revision}+{digest[:12]}"
 
 
@@ -229,7 +229,7 @@ def require_same_model(earlier: Results, new: Results) -> None:
 
 
 def _asked(row: Score) -> dict[str, Any]:
-    """Return what scores must agree in to be of one question."""
+    """Return the facts in which two scores of one task and metric must agree."""
     settings = row.get("settings") or {}
     return {**settings, **{name: row.get(name) for name in ("n", "num_fewshot", "seed")}}
 
@@ -256,7 +256,7 @@ def merge(earlier: Results | None, new: Results) -> Results:
             )
         return new
     replaced = {(row["task"], row["metric"]): row for row in new["results"]}
-    stale = {  # suites of what is replaced
+    stale = {  # suites with a replaced score
         row.get("suite") for row in earlier["results"] if (row["task"], row["metric"]) in replaced
     }
     rows = []

@@ -1,4 +1,4 @@
-"""lm-eval, tamed: our language-model wrapper, and its noise sent to our log.
+"""Our wrapper of a model for lm-eval; lm-eval's messages go to our log.
 
 Importing this module imports lm-eval, torch and transformers; ``evaluate`` does it late.
 """
@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import lm_eval
 import lm_eval.api.task
@@ -33,7 +33,7 @@ from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
 
 LOG = logging.getLogger("ssmzoo")
-# what lm-eval warns of in every run like ours, where nothing is wrong
+# lm-eval's warnings in every run like ours, where nothing is wrong
 _EXPECTED = (
     "`pretrained` model kwarg is not of type `str`",
     "Passed an already-initialized model through `pretrained`",
@@ -59,7 +59,7 @@ def shared_answers(
         answer: Answers some of them, in order.
 
     Raises:
-        Exception: What it raises in any process, in all.
+        Exception: In all processes, where ``answer`` raises in one.
     """
     world = process_count()
     if world == 1:
@@ -80,6 +80,51 @@ def shared_answers(
     return [found[index] for index in range(len(requests))]
 
 
+# a context and a continuation, and the token ids of both
+TokenRequest: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
+
+
+class Backend(Protocol):
+    """How log-likelihoods are computed: where another way, such as shared prefixes, is put in."""
+
+    def batches(self, requests: Sequence[TokenRequest]) -> list[list[int]]:
+        """Return the indices of requests in batches; processes share whole ones."""
+        ...
+
+    def loglikelihoods(
+        self, requests: list[TokenRequest], *, silent: bool
+    ) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood, and whether greedy decoding gives it."""
+        ...
+
+
+class PaddedRows:
+    """lm-eval's way: sorted by length, a row for each context with its continuation."""
+
+    def __init__(self, lm: Scorer) -> None:
+        self._answer = functools.partial(HFLM._loglikelihood_tokens, lm)
+        self._size = int(lm.batch_size)
+
+    def batches(self, requests: Sequence[TokenRequest]) -> list[list[int]]:
+        """Return batches in lm-eval's order, which it keeps when it sorts a share of them."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index in sorted(
+            range(len(requests)),
+            key=lambda i: (-len(tokens := requests[i][1] + requests[i][2]), tuple(tokens)),
+        ):
+            _, context, continuation = requests[index]
+            groups.setdefault((*context, *continuation[:-1]), []).append(index)
+        found = list(groups.values())
+        starts = range(0, len(found), self._size)
+        return [list(chain(*found[i : i + self._size])) for i in starts]
+
+    def loglikelihoods(
+        self, requests: list[TokenRequest], *, silent: bool
+    ) -> list[tuple[float, bool]]:
+        """Score as ``HFLM`` does."""
+        return self._answer(requests, disable_tqdm=silent)
+
+
 class Scorer(HFLM):
     """lm-eval's ``HFLM`` around a loaded model, with five differences.
 
@@ -88,18 +133,30 @@ class Scorer(HFLM):
     that reads any length does, its state carried on; progress bars keep to terminals; requests are
     shared among the processes that a launcher started. lm-eval itself does not know of the others:
     every process gets all answers.
+
+    Args:
+        model: A causal language model.
+        tokenizer: Its tokenizer.
+        batch_size: Rows of a forward pass; 1 where padding would change a row.
+        backend: Computes the log-likelihoods of continuations.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, batch_size: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        backend: Callable[[Scorer], Backend] = PaddedRows,
     ) -> None:
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
             backend="causal",
-            batch_size=batch_size,
+            batch_size=batch_size if getattr(model.config, "decodable", True) else 1,
             softmax_dtype="float32",
         )
+        self._backend = backend(self)
         self._silent = not sys.stderr.isatty()
         self.whole = False  # whether the texts of the next task are read whole
 
@@ -117,7 +174,7 @@ class Scorer(HFLM):
     def make_room(self, tokens: int) -> None:
         """Let prompts be as long as a task needs where the model declares no limit of its own.
 
-        lm-eval's own rule, 2048, stays the least; what is longer is cut from the left, with a
+        lm-eval's own rule, 2048, stays the least; longer prompts are cut from the left, with a
         warning in the log.
         """
         self._max_length = resolve_max_length(self.config, self.tokenizer, default=0) or max(
@@ -191,21 +248,15 @@ class Scorer(HFLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        answer = super()._loglikelihood_tokens
         if override_bs is not None:  # rolling scores come once a batch, and would draw a bar each
+            answer = super()._loglikelihood_tokens
             return answer(requests, disable_tqdm=True, override_bs=override_bs)
-        # whole batches of lm-eval's own order, which sorts each share again: they stay the same
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index in sorted(
-            range(len(requests)),
-            key=lambda i: (-len(tokens := requests[i][1] + requests[i][2]), tuple(tokens)),
-        ):
-            _, context, continuation = requests[index]
-            groups.setdefault((*context, *continuation[:-1]), []).append(index)
-        found, size = list(groups.values()), int(self.batch_size)
-        batches = [list(chain(*found[i : i + size])) for i in range(0, len(found), size)]
         silent = disable_tqdm or self._silent
-        return shared_answers(requests, batches, lambda mine: answer(mine, disable_tqdm=silent))
+        return shared_answers(
+            requests,
+            self._backend.batches(requests),
+            lambda mine: self._backend.loglikelihoods(mine, silent=silent),
+        )
 
 
 class _ToOurLog(logging.Handler):

@@ -1,4 +1,4 @@
-"""Run lm-eval's tasks, ours among them, and turn what it reports into scores."""
+"""Run lm-eval's tasks, ours among them, and turn its report into scores."""
 
 from __future__ import annotations
 
@@ -95,10 +95,46 @@ def score_task(
     """Run one task, group or tag, and return every number it reports."""
     from transformers import set_seed
 
+    tasks = loaded["tasks"]
+    settings = _prepare(lm, tasks, seed, symbols)
+    set_seed(seed)
+    rolling = any(task.OUTPUT_TYPE == "loglikelihood_rolling" for task in tasks.values())
+    outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
+    rows: list[Score] = []
+    for name, numbers in outcome["results"].items():
+        count = outcome["n-samples"].get(name)
+        benchmark = _benchmark(tasks[name].config) if limit is None and name in tasks else None
+        for key, value in numbers.items():
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr"):
+                continue
+            row: Score = {
+                "task": name,
+                "metric": metric if kind == "none" else key,
+                "value": _number(value),
+                "stderr": _stderr(outcome, name, metric, kind),
+                "n": count["effective"] if count else int(numbers.get("sample_len", 0)),
+                "seed": seed,
+                "num_fewshot": int(outcome["n-shot"].get(name, 0)),
+                "higher_is_better": outcome["higher_is_better"].get(name, {}).get(metric),
+                "settings": settings.get(name, {}),
+            }
+            if benchmark is not None:
+                row["benchmark"] = benchmark
+                benchmark = None  # a leaderboard shows one number of a task
+            rows.append(row)
+    return rows
+
+
+def _prepare(
+    lm: Scorer, tasks: dict[str, Any], seed: int, symbols: int | None
+) -> dict[str, dict[str, Any]]:
+    """Set up tasks and the model's window for them; return each task's settings."""
     settings: dict[str, dict[str, Any]] = {}
-    for name, task in loaded["tasks"].items():
-        _check_alphabet(name, (task.config.metadata or {}).get("alphabet", "text"), symbols)
-        settings[name] = _settings(name, task.config.metadata or {})
+    for name, task in tasks.items():
+        metadata = task.config.metadata or {}
+        _check_alphabet(name, metadata.get("alphabet", "text"), symbols)
+        settings[name] = _settings(name, metadata)
         if task.config.num_fewshot is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
@@ -115,42 +151,16 @@ def score_task(
                 "of %d tokens",
                 *(name, lm.window),
             )
-    set_seed(seed)
-    rolling = any(t.OUTPUT_TYPE == "loglikelihood_rolling" for t in loaded["tasks"].values())
-    outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
-    samples = outcome.get("samples", {})
-    rows: list[Score] = []
-    # a leaderboard shows one number of a task, of all of its examples
-    benchmarks = {
-        name: found
-        for name, task in loaded["tasks"].items()
-        if limit is None and (found := _benchmark(task.config)) is not None
-    }
-    for name, numbers in outcome["results"].items():
-        count = outcome["n-samples"].get(name)
-        for key, value in numbers.items():
-            metric, _, kind = key.partition(",")
-            if not kind or metric.endswith("_stderr"):
-                continue
-            stderr = _number(numbers.get(f"{metric}_stderr,{kind}"))
-            if stderr is None:
-                stderr = _ratio_stderr(metric, [s.get(metric) for s in samples.get(name, [])])
-            rows.append(
-                {
-                    "task": name,
-                    "metric": metric if kind == "none" else key,
-                    "value": _number(value),
-                    "stderr": stderr,
-                    "n": count["effective"] if count else int(numbers.get("sample_len", 0)),
-                    "seed": seed,
-                    "num_fewshot": int(outcome["n-shot"].get(name, 0)),
-                    "higher_is_better": outcome["higher_is_better"].get(name, {}).get(metric),
-                    "settings": settings.get(name, {}),
-                }
-            )
-            if name in benchmarks:
-                rows[-1]["benchmark"] = benchmarks.pop(name)
-    return rows
+    return settings
+
+
+def _stderr(outcome: dict[str, Any], task: str, metric: str, kind: str) -> float | None:
+    """Return lm-eval's standard error, or ours of the metrics that it has none for."""
+    theirs = _number(outcome["results"][task].get(f"{metric}_stderr,{kind}"))
+    if theirs is not None:
+        return theirs
+    samples = outcome.get("samples", {}).get(task, [])
+    return _ratio_stderr(metric, [sample.get(metric) for sample in samples])
 
 
 def _benchmark(config: Any) -> Benchmark | None:
@@ -176,7 +186,7 @@ def _benchmark(config: Any) -> Benchmark | None:
 
 
 def _settings(task: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what defines a task's data, without what lm-eval and we hang on to all tasks."""
+    """Return the settings that define a task's data, without those that all tasks have."""
     kinds = (str, int, float, bool, list, dict)
     shown = {name: value for name, value in metadata.items() if isinstance(value, kinds)}
     for key in ("config_source", "alphabet", "seed"):

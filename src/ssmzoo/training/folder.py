@@ -318,7 +318,8 @@ def _program() -> list[str]:
     """Return the words that started this program; ``python -m ssmzoo`` is ``ssmzoo``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
-        return [Path(sys.argv[0]).name]
+        script = sys.argv[0]
+        return ["python", script] if script.endswith(".py") else [Path(script).name]
     module = spec.name.removesuffix(".__main__")
     return ["ssmzoo"] if module == "ssmzoo" else ["python", "-m", module]
 

@@ -3,7 +3,7 @@
 Train a small Longhorn and, on the same tokens, transformers' Mamba2 of equal size; score both on
 held-out files and on a recall task; time some steps of the Mamba2 on our kernels, too; write the
 card; publish into a folder; load that folder in a fresh process, as a stranger would, and let it
-write. What is done is not done again: the same command, given after an interruption, goes on.
+write. After an interruption the same command goes on; finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.cli.stages import (
+from stages import (
     guarded,
     place_of,
     require_same,
@@ -27,6 +27,7 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
+
 from ssmzoo.files import STDLIB, read_json, write_json
 
 MODELS = {"longhorn": "longhorn-demo", "mamba2": "mamba2-demo"}
@@ -48,7 +49,7 @@ sys.stdout.write(tokenizer.decode(out[0]))
 
 def demo(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ssmzoo.cli.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python eval/programs/demo.py", description=__doc__)
     parser.add_argument("--text", help="file or folder to train on (default: Python's own library)")
     parser.add_argument("--output", type=Path, default=Path("demo"), help="default: demo")
     parser.add_argument("--steps", help="training steps (default: the recipes')")
@@ -59,7 +60,7 @@ def demo(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_demo(text: str | None, output: Path, steps: int | None) -> None:
-    """Do the whole job, or what an earlier call left of it, and print what came of it."""
+    """Do the whole job, or go on with an earlier call's, and print the results."""
     from ssmzoo.training.checkpoint import locked
 
     begun = time.perf_counter()
@@ -81,7 +82,7 @@ def run_demo(text: str | None, output: Path, steps: int | None) -> None:
 
 
 def work(text: str | None, output: Path, steps: int | None) -> None:
-    """Do what is not done yet of the job."""
+    """Do the unfinished stages."""
     import ssmzoo.auto  # noqa: F401
     from ssmzoo.publishing.card import render_card
     from ssmzoo.publishing.hub import publish
@@ -102,7 +103,7 @@ def work(text: str | None, output: Path, steps: int | None) -> None:
     results = [output / "results" / f"{name}.json" for name in MODELS]
     render_card(model, results=results, run_dir=output / "longhorn")
     publish(model, published)
-    say("loading what was published in a fresh process")
+    say("loading the publication in a fresh process")
     sample = subprocess.run(
         [sys.executable, "-P", "-c", LOAD, str(published.absolute()), PROMPT],
         stdin=subprocess.DEVNULL,

@@ -9,9 +9,10 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import demo
 import pytest
+import stages
 
-from ssmzoo.cli import demo, stages
 from ssmzoo.cli import main as cli
 from ssmzoo_kernels.dispatch import watch
 

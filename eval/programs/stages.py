@@ -1,4 +1,4 @@
-"""What ``make demo`` and ``make zoo`` share: their text, and the stages that are not done twice."""
+"""Stages that ``make demo`` and ``make zoo`` share; finished ones are not repeated."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def require_same(name: str, output: Path, asked: Mapping[str, Any]) -> None:
     Args:
         name: The program's; its facts lie in ``NAME.json``.
         output: The folder.
-        asked: What must be as it was; None stands for a default.
+        asked: Settings that must not change; None stands for a default.
 
     Raises:
         ValueError: It does.
@@ -141,7 +141,7 @@ def pieces(content: str) -> list[str]:
 
 
 def train_once(name: str, recipe: Any, run: Path, *, stock: bool, **options: Any) -> None:
-    """Train a model, or what an earlier call left of it; ``options`` are ``train``'s."""
+    """Train a model, or resume its training; ``options`` are ``train``'s."""
     from ssmzoo.environment.messages import without_reports
     from ssmzoo.training.run import train
 

@@ -2,8 +2,8 @@
 
 A file such as ``eval/zoo.yaml`` lists them. Each is trained, scored (of text: on held-out documents
 and a recall task; of a task: on its test split), given golden logits and a card, and published into
-a folder or to the Hub. What is done is not done again: the same command, given after an
-interruption, goes on. Everything is checked before anything is written.
+a folder or to the Hub. After an interruption the same command goes on;
+finished stages are not repeated. Everything is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.cli.stages import (
+from stages import (
     guarded,
     is_trained,
     place_of,
@@ -27,12 +27,14 @@ from ssmzoo.cli.stages import (
     train_once,
     whole_steps,
 )
-from ssmzoo.files import STDLIB, package_data, read_json, write_json
+
+from ssmzoo.files import STDLIB, read_json, write_json
 
 if TYPE_CHECKING:
     from ssmzoo.recipe import Recipe
 
-# beside which, in the zoo's folder, models are published
+ZOO = Path(__file__).resolve().parents[1] / "zoo.yaml"
+# folders of the zoo that no model may be named after
 _WORK = ("published", "results", "runs", "text")
 
 
@@ -61,7 +63,7 @@ class Place:
         )
 
     def check(self) -> None:
-        """Check what can be checked before there is a model.
+        """Check the place before there is a model.
 
         Raises:
             ValueError: No name of an organisation; a wish that only one of both places has.
@@ -87,7 +89,7 @@ class Place:
 
 def zoo(arguments: Sequence[str] | None = None) -> int:
     """Make a zoo; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ssmzoo.cli.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python eval/programs/zoo.py", description=__doc__)
     parser.add_argument("--list", type=Path, help="which models (default: eval/zoo.yaml)")
     parser.add_argument("--only", help="names of models, with commas (default: all)")
     parser.add_argument("--text", help="file or folder to train on (default: the list's)")
@@ -109,7 +111,7 @@ def zoo(arguments: Sequence[str] | None = None) -> int:
             options.dry_run,
         )
         run_zoo(
-            options.list or package_data("eval/zoo.yaml"),
+            options.list or ZOO,
             options.output,
             place,
             only=None if options.only is None else options.only.split(","),
@@ -129,7 +131,7 @@ def run_zoo(
     text: str | None,
     steps: int | None,
 ) -> None:
-    """Do the whole job, or what an earlier call left of it, and print what came of it."""
+    """Do the whole job, or go on with an earlier call's, and print the results."""
     from ssmzoo.training.checkpoint import locked
 
     place.check()

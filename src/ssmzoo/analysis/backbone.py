@@ -36,7 +36,7 @@ class LoadedBackbone:
 
     Attributes:
         model: The backbone.
-        whole: What was saved, with the head; of an untrained model the backbone alone.
+        whole: The saved model with its head; of an untrained one the backbone alone.
         name: The model's name in reports.
         untrained: Whether its weights are random.
     """
@@ -57,45 +57,23 @@ class LoadedBackbone:
         return self.model.config.get_text_config().vocab_size
 
 
-def load_subject(
-    name: str, *, seed: int, device: str | None, stock: bool = False
+def load_backbone(
+    name: str, *, seed: int, device: str | None, stock: bool, dtype: Dtype = "float32"
 ) -> LoadedBackbone:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
 
-    transformers' recurrent models run on our kernels, unless they are to stay ``stock``.
+    It reads tokens or values. Saved weights have the given dtype, untrained ones that of the
+    configuration. transformers' recurrent models run on our kernels, unless they are to stay
+    ``stock``.
 
     Raises:
         LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model with recurrent layers, or the device is not
-            there.
+        ValueError: The folder holds no complete model with recurrent layers, or one of images, or
+            the device is not there.
         RuntimeError: The family's plugin cannot be loaded.
     """
     from ssmzoo.modeling.stock import choose_kernels, mixers_of
 
-    subject = load_backbone(name, seed=seed, device=device)
-    if not isinstance(subject.model, SSMModel):
-        if not mixers_of(subject.model):
-            raise ValueError(
-                "inspect needs a model of the zoo, or one of transformers with recurrent layers: "
-                f"{name!r} must have such layers, got {type(subject.model).__name__}"
-            )
-        choose_kernels(subject.model, stock)
-    return subject
-
-
-def load_backbone(
-    name: str, *, seed: int, device: str | None, dtype: Dtype = "float32"
-) -> LoadedBackbone:
-    """Return the same of any model of tokens or of values that transformers loads.
-
-    Saved weights have the given dtype, untrained ones that of the configuration.
-
-    Raises:
-        LookupError: There is no such model, family or preset.
-        ValueError: The folder holds no complete model, or one of images, or the device is not
-            there.
-        RuntimeError: The family's plugin cannot be loaded.
-    """
     place = usable_device(device)
     source = model_source(name)
     untrained, shown = source.family is not None, name
@@ -110,6 +88,13 @@ def load_backbone(
             f"model must be one of tokens or of values, {name!r} takes images; name another one"
         )
     nn.Module.to(whole, place)
+    if not isinstance(model, SSMModel):
+        if not mixers_of(model):
+            raise ValueError(
+                f"{name!r} must be a model of the zoo, or one of transformers with recurrent "
+                f"layers, got {type(model).__name__}"
+            )
+        choose_kernels(model, stock)
     return LoadedBackbone(model.eval(), whole.eval(), shown, untrained)
 
 
@@ -132,7 +117,7 @@ class _AsSaved:
 
 
 def reference_inputs(
-    subject: LoadedBackbone,
+    loaded: LoadedBackbone,
     length: int,
     sequences: int,
     *,
@@ -147,7 +132,7 @@ def reference_inputs(
     Raises:
         ValueError: Fewer tokens than one sequence needs.
     """
-    device = subject.model.device
+    device = loaded.model.device
     if tokens is not None:
         count = min(sequences, len(tokens) // length)
         if count == 0:
@@ -157,30 +142,30 @@ def reference_inputs(
             )
         return tokens[: count * length].view(count, length).to(device)
     draw = torch.Generator().manual_seed(seed)
-    channels = subject.channels
+    channels = loaded.channels
     if channels is not None:
         return torch.randn(sequences, length, channels, generator=draw).to(device)
-    return torch.randint(subject.vocab_size, (sequences, length), generator=draw).to(device)
+    return torch.randint(loaded.vocab_size, (sequences, length), generator=draw).to(device)
 
 
-def given_ids(subject: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
+def given_ids(loaded: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return given token ids ``[B, L]``.
 
     Raises:
         ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
             values.
     """
-    if subject.channels is not None:
+    if loaded.channels is not None:
         raise ValueError("ids must be left out: this model takes values, not tokens")
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1 or not lengths[0]:
         raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
     ids = torch.tensor(rows, dtype=torch.int64)
-    check_indices("ids", ids, subject.vocab_size)
-    return ids.to(subject.model.device)
+    check_indices("ids", ids, loaded.vocab_size)
+    return ids.to(loaded.model.device)
 
 
-def text_tokens(subject: LoadedBackbone, source: str, text: str | Path) -> Tensor:
+def text_tokens(loaded: LoadedBackbone, source: str, text: str | Path) -> Tensor:
     """Return the token ids of a text file ``[T]``, by the model's own tokenizer.
 
     An untrained model has none and reads bytes.
@@ -188,22 +173,22 @@ def text_tokens(subject: LoadedBackbone, source: str, text: str | Path) -> Tenso
     Raises:
         ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
     """
-    if subject.channels is not None:
+    if loaded.channels is not None:
         raise ValueError("text must be left out: this model takes values, not tokens")
     files = expand([str(text)], "text")
     words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
-    tokenizer = _tokenizer(subject, source)
+    tokenizer = _tokenizer(loaded, source)
     ids = cast("list[int]", tokenizer.encode(words, add_special_tokens=False, verbose=False))
-    if ids and max(ids) >= subject.vocab_size:
+    if ids and max(ids) >= loaded.vocab_size:
         raise ValueError(
             f"the tokenizer gives token id {max(ids)}, the model knows ids below "
-            f"{subject.vocab_size}: they do not belong together; leave text out for random tokens"
+            f"{loaded.vocab_size}: they do not belong together; leave text out for random tokens"
         )
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _tokenizer(subject: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:
-    if subject.untrained:
+def _tokenizer(loaded: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:
+    if loaded.untrained:
         from ssmzoo.data.tokenizer import byte_tokenizer
 
         return byte_tokenizer()

@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 
 import pytest
+import stages
 import torch
 import yaml
+import zoo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ssmzoo import families
 from ssmzoo.checkpoints.loader import LOADER
-from ssmzoo.cli import stages, zoo
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.evaluation.results import read_results
@@ -57,7 +58,7 @@ def test_the_zoo_has_every_family_and_the_chief_baselines_at_about_one_size():
         assert (recipe.train.batch_size, recipe.train.seq_len) == (8, 512)
 
 
-def test_the_small_list_is_what_lies_in_the_repository():
+def test_the_small_list_names_the_models_of_the_repository():
     recipes = load_zoo(ROOT / "eval" / "small.yaml")
     assert sorted(recipes) == SHIPPED
     assert {recipe.model.family for recipe in recipes.values()} == set(families())
@@ -167,11 +168,10 @@ def test_the_card_of_a_small_model_has_the_command_that_makes_it(name, monkeypat
     )
     text = (SHELF / name / "README.md").read_text()
     monkeypatch.chdir(ROOT)
-    commands = {match[1] for match in re.finditer(r"(python -m ssmzoo\.cli\.zoo [^`\n]*)", text)}
+    commands = {match[1] for match in re.finditer(r"(python eval/programs/zoo\.py [^`\n]*)", text)}
     assert commands
-    assert "zoo.py" not in text
     for command in commands:
-        assert zoo.zoo(shlex.split(command)[3:]) == 0
+        assert zoo.zoo(shlex.split(command)[2:]) == 0
         listed, options = made.pop()
         assert name in (options["only"] or load_zoo(listed))
 
@@ -221,8 +221,8 @@ def contents(folder):
 
 
 @pytest.mark.long
-def test_a_zoo_that_is_killed_goes_on_to_its_table_and_is_not_made_twice(place, capsys):
-    command = [sys.executable, "-m", "ssmzoo.cli.zoo", *COMMAND]
+def test_a_killed_zoo_resumes_and_a_finished_one_is_not_made_again(place, capsys):
+    command = [sys.executable, zoo.__file__, *COMMAND]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     begun = Path("zoo/runs/of-text/checkpoints")
     deadline = time.monotonic() + 600
@@ -392,7 +392,7 @@ def test_a_folder_of_something_else_is_left_alone(place, capsys):
     assert os.listdir("zoo") == ["thesis.tex"]
 
 
-def test_a_table_leaves_what_was_not_measured_empty(tmp_path):
+def test_a_table_leaves_missing_scores_and_speeds_empty(tmp_path):
     rows = []
     for name, task in (("a", "mqar"), ("b", "ssmzoo_recall_text"), ("c", "mqar")):
         (tmp_path / name).mkdir()
