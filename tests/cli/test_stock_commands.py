@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -270,13 +269,6 @@ def test_the_test_split_is_judged_on_our_kernels_without_another_line(recipe, sa
         assert bool(ran) is not stock
         scores.append([row["value"] for row in read_results(run / "results.json")["results"]])
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
-
-
-def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
-    from ssmzoo.training.run import _resuming
-
-    assert _resuming(Path("run"), stock=True).endswith(" --resume --stock")
-    assert _resuming(Path("run"), stock=False).endswith(" --resume")
 
 
 @pytest.mark.long

@@ -1,14 +1,16 @@
-"""What a run measures while it trains: the file ``metrics.jsonl``, speeds, and layers' gauges."""
+"""A run's log: the file ``metrics.jsonl``, the progress bar, speeds, and layers' gauges."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.files import write_text, writing
@@ -16,6 +18,11 @@ from ssmzoo.files import write_text, writing
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ssmzoo.training.run_state import Progress
+    from ssmzoo.training.schedule import Plan
+
+logger = logging.getLogger("ssmzoo.metrics")
 
 TOKENS = 256  # of one sequence: enough to see a layer at work, and cheap beside a step
 _INPUTS = ("input_ids", "input_values", "pixel_values")
@@ -25,7 +32,7 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, each written at once."""
 
     def __init__(
-        self, path: Path, *, after_step: int, logged: bool = True, judged: bool = True
+        self, path: Path, *, after_step: int, logged: bool = True, validated: bool = True
     ) -> None:
         """Open the file, without the lines after the step that the run resumes from.
 
@@ -34,7 +41,7 @@ class MetricsFile:
             after_step: The step; 0 to begin.
             logged: Whether the last steps had their line before they were saved; otherwise a line
                 after that step is dropped too.
-            judged: Whether a validation that was due after that step was finished before it was
+            validated: Whether a validation that was due after that step was finished before it was
                 saved; otherwise its line is dropped too.
 
         Raises:
@@ -42,7 +49,7 @@ class MetricsFile:
         """
         self._path = path
         if path.exists():
-            write_text(path, "".join(_lines_until(path, after_step, logged, judged)))
+            write_text(path, "".join(_lines_until(path, after_step, logged, validated)))
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
@@ -72,8 +79,75 @@ class MetricsFile:
         self._file.close()
 
 
+class RunLog:
+    """The lines of a run: in ``metrics.jsonl``, on a progress bar, or in words without a terminal.
+
+    Closed on leaving the context.
+
+    Args:
+        path: ``metrics.jsonl``.
+        progress: How far the run is when it begins or resumes.
+        plan: The run in steps.
+        main: Whether this is the process that writes.
+    """
+
+    def __init__(self, path: Path, progress: Progress, plan: Plan, *, main: bool) -> None:
+        from tqdm import tqdm
+
+        self._total, self._file = plan.total, None
+        if main:
+            self._file = MetricsFile(
+                path,
+                after_step=progress.step,
+                logged=not progress.meter.waiting,
+                validated=not progress.validation_due,
+            )
+        self._bar = tqdm(
+            total=plan.total,
+            initial=progress.step,
+            desc="train",
+            unit="step",
+            disable=None if main else True,
+        )
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def advance(self) -> None:
+        """Count a step."""
+        self._bar.update()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line, in the first process, and show it."""
+        if self._file is None:
+            return
+        self._file.write(**line)
+        if self._bar.disable:  # as away from a terminal
+            logger.info("%s", in_words(line, self._total))
+        elif "loss" in line:
+            shown = {"loss": f"{line['loss']:.3f}"}
+            if "tokens_per_second" in line:
+                shown["tok/s"] = f"{line['tokens_per_second']:,.0f}"
+            self._bar.set_postfix(shown)
+
+    def sync(self) -> None:
+        """Return when all lines are on the disk."""
+        if self._file is not None:
+            self._file.sync()
+
+
 def finite(metrics: Mapping[str, float | int]) -> dict[str, float | int | None]:
-    """Return metrics with None for what is no finite number, which JSON does not have."""
+    """Return metrics with None for nan and infinities, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
@@ -142,7 +216,7 @@ class Meter:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON, what a resumed run needs to write the same lines."""
+        """Return, as JSON, the state from which a resumed run writes the same lines."""
         # a copy: it may be written while the training goes on
         return {"seconds": self.seconds + self._now() - self._clock, "window": [*self._window]}
 
@@ -227,14 +301,14 @@ def _hooked(
             hook.remove()
 
 
-def _lines_until(path: Path, step: int, logged: bool, judged: bool) -> Iterator[str]:
+def _lines_until(path: Path, step: int, logged: bool, validated: bool) -> Iterator[str]:
     text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            measured = json.loads(line)
-            later = measured["step"] > step
-            kept = judged if "validation_loss" in measured else logged
-            again = measured["step"] == step and not kept
+            values = json.loads(line)
+            later = values["step"] > step
+            final = validated if "validation_loss" in values else logged
+            again = values["step"] == step and not final
         except (ValueError, LookupError, TypeError):
             if not line.endswith("\n"):  # it was cut off when the run was killed
                 return
