@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from safetensors.torch import save_file
 from tests.modeling.stock.test_stock import all_in_float64
 from tests.training.runs import killed, signalled_at
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -49,9 +48,8 @@ from ssmzoo.training.distributed import gathered
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.metrics import MetricsFile
 from ssmzoo.training.objectives import CausalLM
-from ssmzoo.training.optimizer import make_optimizer
 from ssmzoo.training.run import train
-from ssmzoo.training.shards import Snapshot, load_optimizer, optimizer_tensors
+from ssmzoo.training.shards import Snapshot
 from ssmzoo.training.step import Learner
 from ssmzoo.training.stopping import Stopped
 from ssmzoo.training.trainer import Run
@@ -296,50 +294,6 @@ def is_split(parameter):
     return isinstance(parameter, DTensor) and parameter.to_local().numel() < parameter.numel()
 
 
-def optimizer_of_shards(folder, rank):
-    """An optimizer's state under torch's own FSDP2: gathered, and given to another one."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    family = load_family("longhorn")
-    ids = torch.arange(64).reshape(2, 32) % 50
-
-    def build(spread):
-        torch.manual_seed(0)
-        model = family.causal_lm_class(family.config(**family.tiny))
-        if spread:
-            shard(model, mesh)
-        return model, make_optimizer(model, lr=1e-2)
-
-    def step(model, optimizer, ids=ids):
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def keep(name, tensors):
-        # as a file does: what is gathered or given may be the optimizer's own memory
-        found[name] = {key: gathered(tensor).detach().clone() for key, tensor in tensors.items()}
-        if rank == 0:
-            (folder / f"optimizer-{name}").mkdir()
-            save_file(found[name], folder / f"optimizer-{name}/optimizer.safetensors")
-        dist.barrier()
-
-    found = {}
-    alone, sharded, resumed = build(False), build(True), build(True)
-    for pair in (alone, sharded):
-        step(*pair)
-    keep("alone", optimizer_tensors(*alone))
-    keep("sharded", optimizer_tensors(*sharded))
-    step(*resumed, ids=ids.flip(1))
-    keep("other", optimizer_tensors(*resumed))
-    with torch.no_grad():
-        for mine, its in zip(resumed[0].parameters(), sharded[0].parameters(), strict=True):
-            mine.copy_(its)
-    load_optimizer(*resumed, folder / "optimizer-sharded")
-    keep("restored", optimizer_tensors(*resumed))
-    for name, pair in (("went-on", sharded), ("resumed", resumed)):
-        step(*pair)
-        keep(name, dict(pair[0].named_parameters()))
-
-
 @contextmanager
 def sharding(folder):
     """Let runs be sharded as by `accelerate launch` with the page's configuration.
@@ -402,20 +356,6 @@ def scored(folder, rank):
 
 SCORING = ["--tasks", "ssmzoo_recall_text,ssmzoo_induction_text", "--limit", "9"]
 SCORING += ["--batch-size", "2", "--text", __file__]
-
-
-def slow(folder, rank):
-    """A run whose second process sleeps for as long as many steps take."""
-    take_step = Run.take_step
-
-    def sleep(run, read):
-        if rank == 1 and run.progress.step == 3:
-            time.sleep(1)
-        return take_step(run, read)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "take_step", sleep)
-        train(folder / "dropout.yaml", output_dir=folder / "slow")
 
 
 def lost(folder, rank):
@@ -503,7 +443,9 @@ def refused(folder, rank):
     def refuse(name, recipe, run, *, stock=False, **environment):
         with pytest.MonkeyPatch.context() as patch:
             if name == "other version" and rank:
-                versions = {**distributed.installed_versions("ssmzoo", "transformers", "accelerate")}
+                versions = {
+                    **distributed.installed_versions("ssmzoo", "transformers", "accelerate")
+                }
                 versions["torch"] = "0.1"
                 patch.setattr(distributed, "installed_versions", lambda *_: versions)
             if name == "full disk" and not rank:
@@ -568,10 +510,8 @@ SCENES = (
     other_ways_to_train,
     sharded_by_torch,
     split_by_transformers,
-    optimizer_of_shards,
     sharded_by_accelerate,
     scored,
-    slow,
     other_splits,
     written_behind,
     refused,

@@ -400,10 +400,6 @@ def test_a_signal_to_one_or_both_processes_stops_and_saves_the_run(together):
     assert_same(together / "left-alone", together / "told")
 
 
-def test_a_process_that_sleeps_changes_nothing(together):
-    assert_same(together / "left-alone", together / "slow")
-
-
 def test_a_full_disk_of_one_process_ends_all_within_the_timeout(together):
     first, second = (json.loads((together / f"lost-{rank}.json").read_text()) for rank in (0, 1))
     assert "lost/metrics.jsonl cannot be written: it is full" in first["said"]
@@ -569,20 +565,6 @@ def test_a_command_for_one_process_refuses_several(capsys, monkeypatch):
     assert "ssmzoo list runs in one process, and WORLD_SIZE asks for 2" in capsys.readouterr().err
 
 
-def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
-    alone, sharded, other, restored, went_on, resumed = (
-        load_file(together / f"optimizer-{name}/optimizer.safetensors")
-        for name in ("alone", "sharded", "other", "restored", "went-on", "resumed")
-    )
-    assert any(not torch.equal(other[key], sharded[key]) for key in other)
-    assert alone.keys() == sharded.keys()
-    for key in alone:
-        torch.testing.assert_close(sharded[key], alone[key])
-    for before, after in ((sharded, restored), (went_on, resumed)):
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-
-
 def test_a_run_sharded_by_fsdp2_equals_a_run_of_one_process(together):
     assert_alike(together / "one", together / "sharded")
     assert_close(saved(together / "one", 8), saved(together / "sharded", 8))
@@ -734,7 +716,7 @@ def test_every_process_raises_the_same_error(name, message, together):
         ({"FSDP_VERSION": "1"}, "fsdp_version must be 2"),
         ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "efficient_loading must be false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
-        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules must be absent"),
+        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules must be false or absent"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "sharded by FSDP2, got DEEPSPEED"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "sharded by FSDP2, got MEGATRON_LM"),
         ({**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size must be 1 .* train.sequence_parall"),

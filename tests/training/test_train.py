@@ -235,20 +235,6 @@ def test_a_tilde_in_output_dir_is_the_home(recipe, tmp_path, monkeypatch):
         train(recipe(), output_dir="~/file")
 
 
-def assert_close_weights(one, two):
-    for name in one:
-        # twelve AdamW steps of at most lr = 0.01 each, in float32
-        assert (one[name] - two[name]).abs().max() < 1e-4, name
-
-
-def test_the_rate_warms_up_then_falls_to_its_last_share(recipe, tmp_path):
-    run = train(recipe(log__every=1), output_dir=tmp_path / "run")
-    rates = [line["lr"] for line in read_metrics(run / "metrics.jsonl") if "lr" in line]
-    assert rates[:3] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-    assert rates[-1] == pytest.approx(0.001)
-
-
 def test_a_second_run_into_the_same_folder_is_refused(recipe, tmp_path):
     with locked(tmp_path / "run"), pytest.raises(RuntimeError) as caught:
         train(recipe(), output_dir=tmp_path / "run")
@@ -382,11 +368,6 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
     assert "step-00000009; remove what is newer" in text
 
 
-def test_a_changed_recipe_does_not_resume(whole, recipe):
-    with pytest.raises(ValueError, match=r"train\.lr must stay as .* began .* 0\.01, got 0\.5"):
-        train(recipe(), output_dir=whole, resume=True, overrides=["train.lr=0.5"])
-
-
 def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):
     def contents():
         return {p: p.read_bytes() for p in whole.rglob("*") if p.is_file() and p.name != ".lock"}
@@ -395,15 +376,6 @@ def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):
     with pytest.raises(ValueError, match=r"train\.steps must give at least the 12 .* got 11; "):
         train(recipe(), output_dir=whole, resume=True, overrides=["train.steps=11"])
     assert contents() == before
-
-
-def test_a_changed_text_does_not_resume(recipe, tmp_path):
-    mine = write_texts(tmp_path / "mine")
-    path = recipe(data__text=str(mine))
-    killed(path, tmp_path / "run", 5)
-    (mine / "3.txt").write_text("something else", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"3\.txt was changed since the run began"):
-        train(path, output_dir=tmp_path / "run", resume=True)
 
 
 def test_text_that_is_missing_or_too_short_leaves_the_folder_free(recipe, tmp_path):
@@ -491,11 +463,6 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(recipe, tmp_path, mon
     assert json.loads((run / "run.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_gradient_checkpointing_changes_no_weight(finished, recipe, tmp_path):
-    run = train(recipe(train__gradient_checkpointing=True), output_dir=tmp_path / "run")
-    assert_close_weights(weights(finished), weights(run))
-
-
 def test_a_launcher_that_starts_one_process_of_several_is_reported(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -504,8 +471,8 @@ def test_a_launcher_that_starts_one_process_of_several_is_reported(recipe, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_packing_is_warned_of(recipe, tmp_path, caplog):
-    train(recipe(train__steps=3), output_dir=tmp_path / "run")
+def test_a_model_without_packing_is_warned_of(caplog):
+    CausalLM(LlamaForCausalLM(LlamaConfig(vocab_size=16, **TINY)), packs=True)
     assert "takes no cu_seqlens: documents that share a row see each other" in caplog.text
 
 

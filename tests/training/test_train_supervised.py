@@ -684,6 +684,15 @@ def test_a_problem_drawn_while_training_resumes_and_is_scored_on_whole_answers(t
     assert found[1]["stderr"] is None
 
 
+def test_a_cosine_warms_up_and_falls_to_its_last_share():
+    optimizer, schedule = scheduled(False, train__warmup=3)
+    first = optimizer.param_groups[0]["lr"]
+    found = [first, *(rate for rate, _ in rates_of(optimizer, schedule, [1.0] * 11))]
+    assert found[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+    assert found[3:] == sorted(found[3:], reverse=True)
+    assert found[-1] == pytest.approx(0.1)
+
+
 def test_a_constant_rate_stays_after_its_warm_up():
     optimizer, schedule = scheduled(False, train__schedule="constant", train__warmup=3)
     found = rates_of(optimizer, schedule, [1.0] * 6)

@@ -1,5 +1,7 @@
 """The description of a training run: a closed, typed YAML file, checked before any work is done.
 
+From outside: the names in ``__all__``.
+
 Relative paths in a recipe are relative to the working directory; the copy that a run keeps holds
 absolute ones. Numbers such as ``3e-4`` are numbers here, although YAML 1.1 reads them as text.
 """

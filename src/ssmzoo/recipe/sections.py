@@ -19,7 +19,7 @@ from ssmzoo.environment.hub_metadata import checked
 from ssmzoo.files import kind_of_records, refuse_blank
 
 
-def whole(value: object) -> object:
+def whole_number(value: object) -> object:
     """Return the whole number that a float is, such as 1e3; anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -30,7 +30,7 @@ def _several(value: object) -> object:
 
 def _count_or(word: str, name: str) -> BeforeValidator:
     def check(value: object) -> object:
-        value = whole(value)
+        value = whole_number(value)
         if value == word or (type(value) is int and value >= 1):
             return value
         raise ValueError(f"{name} must be a whole number from 1 on or {word!r}, got {value!r}")
@@ -41,7 +41,7 @@ def _count_or(word: str, name: str) -> BeforeValidator:
 # of a validation's metrics; of loss, rmse, mse and mae less is better
 HIGHER_IS_BETTER = frozenset({"accuracy", "exact_match"})
 
-Count = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(whole_number), Field(ge=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Names = Annotated[list[str], BeforeValidator(_several)]
 Paths = Annotated[list[str], BeforeValidator(_several), Field(min_length=1)]
@@ -153,7 +153,7 @@ class DataSection(Section):
     revision: str | None = None
     streaming: bool = False
     shuffle_buffer: Count = 1000
-    workers: Annotated[int, BeforeValidator(whole), Field(ge=0)] = 0
+    workers: Annotated[int, BeforeValidator(whole_number), Field(ge=0)] = 0
     text_field: str = "text"
     tokenizer: str | None = None
     validation: Any = None

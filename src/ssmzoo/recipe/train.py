@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ssmzoo.recipe.sections import HIGHER_IS_BETTER, Beta, Count, Section, exactly_one, whole
+from ssmzoo.recipe.sections import HIGHER_IS_BETTER, Beta, Count, Section, exactly_one, whole_number
 
 
 class GroupSection(Section):
@@ -108,7 +108,7 @@ class TrainSection(Section):
     epochs: Count | None = None
     stop_at: StopSection | None = None
     batch_size: Count
-    seq_len: Annotated[int, BeforeValidator(whole), Field(ge=2)] | None = None
+    seq_len: Annotated[int, BeforeValidator(whole_number), Field(ge=2)] | None = None
     segments: SegmentsSection | None = None
     sequence_parallel: Count = 1
     accumulate: Count = 1

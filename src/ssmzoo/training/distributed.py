@@ -334,6 +334,14 @@ def _uses_bfloat16(dtype: str) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+# settings of `accelerate launch` that must be off, and the way out
+_REFUSED = {
+    "cpu_ram_efficient_loading": "every process builds the model",
+    "activation_checkpointing": "use train.gradient_checkpointing in the recipe",
+    "ignored_modules": "nobody sums the gradients of what is not sharded",
+}
+
+
 def _sharding() -> FullyShardedDataParallelPlugin | None:
     """Return how `accelerate launch` was told to shard the model, None if it was not.
 
@@ -350,20 +358,12 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
 
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise RuntimeError("fsdp_version must be 2 in the configuration of accelerate launch")
-    for name, instead in (
-        ("CPU_RAM_EFFICIENT_LOADING", "every process builds the model"),
-        ("ACTIVATION_CHECKPOINTING", "use train.gradient_checkpointing in the recipe"),
-    ):
-        if _flag(f"FSDP_{name}"):
+    for name, way_out in _REFUSED.items():
+        if os.environ.get(f"FSDP_{name.upper()}", "").lower() not in ("", "0", "false", "no"):
             raise RuntimeError(
-                f"fsdp_{name.lower()} must be false in the configuration of accelerate launch: "
-                f"{instead}"
+                f"fsdp_{name} must be false or absent in the configuration of accelerate launch: "
+                f"{way_out}"
             )
-    if os.environ.get("FSDP_IGNORED_MODULES"):
-        raise RuntimeError(
-            "fsdp_ignored_modules must be absent in the configuration of accelerate launch: nobody "
-            "sums the gradients of what is not sharded"
-        )
     return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
 
 
@@ -375,22 +375,23 @@ def _require_mesh() -> None:
     """
     if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    name = "parallelism_config_{}_size".format
-    copies, shards, *others = (
-        int(os.environ.get(name(kind).upper(), 1))
-        for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    )
-    for kind, size in zip(("tp", "cp", "sp"), others, strict=True):
-        if size != 1:
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE".upper(), 1))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    for name in ("tp", "cp", "sp"):
+        if sizes[name] != 1:
             raise RuntimeError(
-                f"{name(kind)} must be 1 in the configuration of accelerate launch, got {size}; "
-                "to read long rows in pieces use train.sequence_parallel in the recipe"
+                f"parallelism_config_{name}_size must be 1 in the configuration of accelerate "
+                f"launch, got {sizes[name]}; to read long rows in pieces use "
+                "train.sequence_parallel in the recipe"
             )
-    world = launched_processes()
+    world, copies, shards = launched_processes(), sizes["dp_replicate"], sizes["dp_shard"]
     if copies * shards != world:
         raise RuntimeError(
-            f"{name('dp_replicate')} x {name('dp_shard')} must be the number of processes, "
-            f"{world}, got {copies} x {shards}; change the configuration of accelerate launch"
+            "parallelism_config_dp_replicate_size x parallelism_config_dp_shard_size must be the "
+            f"number of processes, {world}, got {copies} x {shards}; change the configuration of "
+            "accelerate launch"
         )
 
 

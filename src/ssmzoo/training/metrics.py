@@ -1,16 +1,14 @@
-"""A run's log: the file ``metrics.jsonl``, the progress bar, speeds, and layers' gauges."""
+"""The numbers of a run's log: the file ``metrics.jsonl``, means and speeds, layers' gauges."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ssmzoo.files import write_text, writing
@@ -18,11 +16,6 @@ from ssmzoo.files import write_text, writing
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from ssmzoo.training.run_state import Progress
-    from ssmzoo.training.schedule import Plan
-
-logger = logging.getLogger("ssmzoo.metrics")
 
 TOKENS = 256  # of one sequence: enough to see a layer at work, and cheap beside a step
 _INPUTS = ("input_ids", "input_values", "pixel_values")
@@ -79,73 +72,6 @@ class MetricsFile:
         self._file.close()
 
 
-class RunLog:
-    """The lines of a run: in ``metrics.jsonl``, on a progress bar, or in words without a terminal.
-
-    Closed on leaving the context.
-
-    Args:
-        path: ``metrics.jsonl``.
-        progress: How far the run is when it begins or resumes.
-        plan: The run in steps.
-        main: Whether this is the process that writes.
-    """
-
-    def __init__(self, path: Path, progress: Progress, plan: Plan, *, main: bool) -> None:
-        from tqdm import tqdm
-
-        self._total, self._file = plan.total, None
-        if main:
-            self._file = MetricsFile(
-                path,
-                after_step=progress.step,
-                logged=not progress.meter.waiting,
-                validated=not progress.validation_due,
-            )
-        self._bar = tqdm(
-            total=plan.total,
-            initial=progress.step,
-            desc="train",
-            unit="step",
-            disable=None if main else True,
-        )
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.close()
-        if self._file is not None:
-            self._file.close()
-
-    def advance(self) -> None:
-        """Count a step."""
-        self._bar.update()
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Write a line, in the first process, and show it."""
-        if self._file is None:
-            return
-        self._file.write(**line)
-        if self._bar.disable:  # as away from a terminal
-            logger.info("%s", in_words(line, self._total))
-        elif "loss" in line:
-            shown = {"loss": f"{line['loss']:.3f}"}
-            if "tokens_per_second" in line:
-                shown["tok/s"] = f"{line['tokens_per_second']:,.0f}"
-            self._bar.set_postfix(shown)
-
-    def sync(self) -> None:
-        """Return when all lines are on the disk."""
-        if self._file is not None:
-            self._file.sync()
-
-
 def finite(metrics: Mapping[str, float | int]) -> dict[str, float | int | None]:
     """Return metrics with None for nan and infinities, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -154,16 +80,6 @@ def finite(metrics: Mapping[str, float | int]) -> dict[str, float | int | None]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def in_words(line: Mapping[str, Any], total: int) -> str:
-    """Return a line of ``metrics.jsonl`` for people, of a run of so many steps; without gauges."""
-    parts = []
-    for name, value in line.items():
-        if name not in ("step", "gauges") and value is not None:
-            whole = isinstance(value, int) or value >= 1000
-            parts.append(f"{name} {value:,.0f}" if whole else f"{name} {value:.4g}")
-    return f"step {line['step']} of {total}: {', '.join(parts)}"
 
 
 class Meter:

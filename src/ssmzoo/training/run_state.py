@@ -151,7 +151,7 @@ def gather(
     return Gathered(lambda folder, group: snapshot.write(folder / SHARDS, group), write_rest)
 
 
-def restore(
+def restore_run(
     checkpoint: Path,
     learner: Learner,
     progress: Progress,

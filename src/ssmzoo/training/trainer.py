@@ -25,15 +25,16 @@ from ssmzoo.training.checkpoint import checkpoints, save_checkpoint, step_of
 from ssmzoo.training.curves import require_curves
 from ssmzoo.training.distributed import Processes, Sums
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.metrics import RunLog, finite
+from ssmzoo.training.log import RunLog
+from ssmzoo.training.metrics import finite
 from ssmzoo.training.model import build_config
 from ssmzoo.training.schedule import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
 from ssmzoo.training.validation import (
     Metrics,
-    evaluate,
     evaluate_checkpoint,
+    evaluate_parts,
     is_best,
     test_scores,
 )
@@ -97,7 +98,7 @@ class Run:
         for examples in self.data.lengths.values():
             self.learner.objective.batch(next(iter(examples)))  # fails where they are too long
         if checkpoint is not None:
-            run_state.restore(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            run_state.restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
             if self.data.validation and self.progress.lacks_last_validation(self.plan.total):
                 self.progress.validation_due = True
         self._background = Background(processes.count)
@@ -279,7 +280,7 @@ class Run:
     def _validate(self) -> bool:
         """Evaluate the held-out data; return whether the model is the best so far."""
         progress, objective, learner = self.progress, self.learner.objective, self.learner
-        metrics = evaluate(learner, self.data.validation.after(progress.step), learner.model)
+        metrics = evaluate_parts(learner, self.data.validation.after(progress.step), learner.model)
         stop = self.recipe.train.stop_at
         progress.stopped = stop is not None and stop.reached(metrics)
         if progress.stopped:

@@ -25,7 +25,9 @@ logger = logging.getLogger("ssmzoo")
 Metrics: TypeAlias = dict[str, float | int | None]  # None for what is no finite number
 
 
-def evaluate(learner: Learner, parts: Iterable[Any], model: nn.Module) -> dict[str, float | int]:
+def evaluate_parts(
+    learner: Learner, parts: Iterable[Any], model: nn.Module
+) -> dict[str, float | int]:
     """Return the objective's metrics of held-out parts, over all processes.
 
     Args:
@@ -56,7 +58,7 @@ def evaluate(learner: Learner, parts: Iterable[Any], model: nn.Module) -> dict[s
 def evaluate_checkpoint(
     learner: Learner, parts: Mapping[str, Iterable[Any]], checkpoint: Path
 ) -> dict[str, Metrics]:
-    """Return, by name, the metrics of a checkpoint's model; see :func:`evaluate`.
+    """Return, by name, the metrics of a checkpoint's model; see :func:`evaluate_parts`.
 
     ``parts`` are the test split, named ``test``, and held-out data of other lengths.
     """
@@ -69,7 +71,7 @@ def evaluate_checkpoint(
         accelerate(model)
     if learner.adapter is not None:
         load_state_adapter(checkpoint, model)
-    found = {name: finite(evaluate(learner, some, model)) for name, some in parts.items()}
+    found = {name: finite(evaluate_parts(learner, some, model)) for name, some in parts.items()}
     for name, metrics in found.items():
         if None in metrics.values():
             where = "of the test split" if name == "test" else f"at {name} tokens"
