@@ -426,20 +426,6 @@ def test_a_text_that_changed_between_runs_is_found_by_its_digest(
     assert load_file(run / "model" / "model.safetensors").keys()
 
 
-def test_a_clock_that_was_set_back_is_one_line_and_changes_nothing(place, tmp_path, capsys):
-    run = shutil.copytree(place / "run", tmp_path / "run")
-    told = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**told, "date": "2199-01-01T00:00:00+00:00"}))
-    arguments = ["train", place / "recipe.yaml", "--output", run, "--resume"]
-    assert main([*map(str, arguments)]) == 0
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1, err
-    assert f"the clock was set back: {run / 'run.json'} says that it is at least 2199" in err
-    same_run(place / "run", run)
-    assert main([*map(str, arguments)]) == 0
-    assert capsys.readouterr().err == ""
-
-
 # --- what a checkpoint may not ask for ----------------------------------------------------------
 
 

@@ -234,7 +234,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_goes_on_the_other_way_too(
     train(mamba2, output_dir=folder, resume=True, stock=not stock)
     assert len(said()) == stock
     assert losses(folder) == pytest.approx(losses(runs[stock]), rel=1e-4)
-    (change,) = json.loads((folder / "run.json").read_text())["changes"]
+    asked, change = json.loads((folder / "run.json").read_text())["changes"]
+    assert (asked["step"], asked["field"]) == (2, "model.stock")
     assert (change["step"], change["field"]) == (2, "recurrent_layers")
     assert change["to"] == [
         "causal_conv1d, gated_linear_attention" if stock else "stock: not accelerated"

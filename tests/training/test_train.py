@@ -428,9 +428,10 @@ def test_a_vocabulary_has_every_id_of_a_tokenizer_whose_ids_leave_gaps(streaming
         train(path, output_dir=tmp_path / "no", overrides=["model.config.vocab_size=6"])
 
 
-def test_training_starts_from_given_weights(whole, recipe, tmp_path):
+@pytest.mark.parametrize("place", ["model", "checkpoints/step-00000012"])
+def test_training_starts_from_given_weights(place, whole, recipe, tmp_path):
     tuned = train(
-        recipe(model={"init_from": str(whole / "model")}, train__lr=1e-6),
+        recipe(model={"init_from": str(whole / place)}, train__lr=1e-6, train__steps=3),
         output_dir=tmp_path / "tuned",
     )
     first = read_metrics(tuned / "metrics.jsonl")[0]

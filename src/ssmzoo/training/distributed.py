@@ -312,9 +312,9 @@ def separate_state() -> Iterator[None]:
     try:
         yield
     finally:
-        for state, kept in zip(shared, before, strict=True):
+        for state, earlier in zip(shared, before, strict=True):
             state.clear()
-            state.update(kept)
+            state.update(earlier)
 
 
 def _stays_on_the_cpu() -> bool:
