@@ -187,7 +187,7 @@ def test_tokens_are_rounded_up_to_steps(written):
     assert recipe.train.warmup_of(8) == 2
 
 
-def test_a_kept_recipe_does_not_depend_on_the_working_directory(written, tmp_path, monkeypatch):
+def test_a_runs_recipe_does_not_depend_on_the_working_directory(written, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(written(data__validation="held/*.txt")).with_absolute_paths()
     assert recipe.data.text == [str(tmp_path / "a.txt")]

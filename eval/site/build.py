@@ -47,7 +47,11 @@ TABLES = "tables.md"
 ZOO, LEDGER = "eval/zoo.md", "eval/results/sweep.csv"
 CARDS = "cards.md"
 # of a file or folder, the page that shows it
-INSTEAD = {"src/ssmzoo/recipe.py": RECIPE, "eval/results": TABLES, "model_cards/small": CARDS}
+INSTEAD = {
+    "src/ssmzoo/recipe/sections.py": RECIPE,
+    "eval/results": TABLES,
+    "model_cards/small": CARDS,
+}
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}.*\n|\n(?= {4}))+")
 _INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)

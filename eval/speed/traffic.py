@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ssmzoo import load_family
 from ssmzoo.modeling import sequence_parallel, sequence_piece
-from ssmzoo.training.checkpoint import optimizer_tensors
 from ssmzoo.training.run import make_optimizer
-from ssmzoo.training.shards import weights_of
+from ssmzoo.training.shards import optimizer_tensors, weights_of
 
 FIELDS = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000}
 ROWS, LENGTH = 2, 64

@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -235,7 +234,8 @@ def test_a_killed_run_resumes_to_the_same_weights_and_goes_on_the_other_way_too(
     train(mamba2, output_dir=folder, resume=True, stock=not stock)
     assert len(said()) == stock
     assert losses(folder) == pytest.approx(losses(runs[stock]), rel=1e-4)
-    (change,) = json.loads((folder / "run.json").read_text())["changes"]
+    asked, change = json.loads((folder / "run.json").read_text())["changes"]
+    assert (asked["step"], asked["field"]) == (2, "model.stock")
     assert (change["step"], change["field"]) == (2, "recurrent_layers")
     assert change["to"] == [
         "causal_conv1d, gated_linear_attention" if stock else "stock: not accelerated"
@@ -272,11 +272,32 @@ def test_the_test_split_is_scored_on_our_kernels_without_another_line(recipe, sa
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
 
 
-def test_the_command_that_goes_on_with_a_stock_run_asks_for_stock():
-    from ssmzoo.training.run import _resuming
+@pytest.mark.long
+def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
+    from ssmzoo.analysis.sweep import sweep
+    from ssmzoo.analysis.sweep_plan import Sweep
 
-    assert _resuming(Path("run"), stock=True).endswith(" --resume --stock")
-    assert _resuming(Path("run"), stock=False).endswith(" --resume")
+    fields = {name: value for name, value in MAMBA2.items() if name != "hidden_size"}
+    task = {"num_pairs": 2, "vocab_size": 16, "seq_len": 12}
+    task |= {"num_train": 4, "num_validation": 2, "num_test": 2}
+    chosen = Sweep.model_validate(
+        {
+            "models": {"Mamba2": {"config_of": "mamba2", "config": fields}},
+            "problems": {
+                "mqar": {
+                    "data": {"task": "mqar", "task_args": task},
+                    "train": {"steps": 1, "batch_size": 2},
+                }
+            },
+            "widths": [16],
+            "learning_rates": [0.01],
+            "seeds": [0],
+        }
+    )
+    for stock in (False, True):
+        with watch() as ran:
+            sweep(chosen, tmp_path / str(stock), stock=stock)
+        assert bool(ran) is not stock
 
 
 # --- doctor, inspect ------------------------------------------------------------------------------

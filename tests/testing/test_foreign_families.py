@@ -16,10 +16,8 @@ from tests.plugins.causes import ONE_DICTIONARY
 
 from ssmzoo.analysis.measure import measure_layers
 from ssmzoo.cli.main import main
-from ssmzoo.recipe import Recipe
 from ssmzoo.testing import FamilyConformance, OpContract, check
 from ssmzoo.testing.subject import Subject
-from ssmzoo.training.distributed import _what_must_agree
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
@@ -163,20 +161,6 @@ def test_the_page_on_ops_shows_a_strangers_declaration_as_it_is():
     page = Path(__file__).parents[2].joinpath("kernels", "README.md").read_text(encoding="utf-8")
     source = inspect.getsource(DELTA_RULE)
     assert source[source.index("DELTA_RULE = Op(") : source.index("\n\n\ndef ")] in page
-
-
-def test_processes_of_one_run_must_agree_on_the_code_of_an_op(monkeypatch):
-    recipe = Recipe.model_validate(
-        {
-            "model": {"family": "goose"},
-            "data": {"text": "x"},
-            "train": {"steps": 1, "batch_size": 1, "seq_len": 8, "lr": 0.1},
-        }
-    )
-    monkeypatch.setattr("ssmzoo.family.load_family", FAMILIES.get)
-    found = _what_must_agree(recipe)
-    files = ("ssmzoo_goose/delta_rule/delta_rule.c", "ssmzoo_kernels/vector.h")
-    assert {f"the file {path}" for path in files} <= {*found}
 
 
 def test_the_doctor_shows_layers_without_an_op_of_ours(tmp_path, capsys):

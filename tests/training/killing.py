@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from tests.training.runs import assert_same_run, signalled_at
 
@@ -33,6 +32,7 @@ from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
 from ssmzoo.training.stopping import Stopped
+from ssmzoo.training.trainer import Run
 
 torch.set_num_threads(1)
 # what sends a signal to its own process, at which call, and the newest checkpoint afterwards
@@ -41,8 +41,8 @@ POINTS = {
     "writing what describes the run": (RunFolder, "describe", 1, None),
     "a step": (CausalLM, "loss_of", 5, 5),
     "an evaluation": (CausalLM, "measure", 3, 8),
-    "writing a checkpoint": (safetensors.torch, "save_file", 2, 6),
-    "the last checkpoint": (safetensors.torch, "save_file", 4, 12),
+    "writing a checkpoint": (Run, "save", 2, 6),
+    "the last checkpoint": (Run, "save", 4, 12),
     "writing the model": (RunFolder, "finish", 1, 12),
 }
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")

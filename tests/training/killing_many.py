@@ -28,7 +28,7 @@ from ssmzoo.training import distributed, shards
 from ssmzoo.training.checkpoint import checkpoints, damage_of, step_of
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.run import train
-from ssmzoo.training.shards import Copies
+from ssmzoo.training.shards import Snapshot
 from ssmzoo.training.trainer import Run
 
 torch.set_num_threads(1)
@@ -36,9 +36,9 @@ PATIENCE = timedelta(seconds=30)  # with a process that hangs; users have half a
 # what is called, at which call it kills, before or after it, and the newest checkpoint then
 POINTS = {
     "step": (Run, "take_step", 7, True, {4}),
-    "before": (Copies, "write", 2, True, {4}),
+    "before": (Snapshot, "write", 2, True, {4}),
     "opening": (FileSystem, "create_stream", 2, True, {4}),
-    "written": (Copies, "write", 2, False, {4}),
+    "written": (Snapshot, "write", 2, False, {4}),
     "naming": (ssmzoo.files, "_put", 2, True, {4}),
     "named": (ssmzoo.files, "_put", 2, False, {8}),
 }

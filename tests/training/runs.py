@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ssmzoo.checkpoints.weights import SHARDS
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
+from ssmzoo.training.shards import read_all
 from ssmzoo.training.trainer import Run
 
 
@@ -83,6 +85,23 @@ def lines(run):
 
 def weights(run):
     return load_file(run / "model" / "model.safetensors")
+
+
+def saved(run, step):
+    """Return what a checkpoint of a run holds: weights, moments, carried states."""
+    return read_all(run / f"checkpoints/step-{step:08d}" / SHARDS)
+
+
+def assert_model_of_step(run, step):
+    """Fail unless a run's model has the weights of a checkpoint."""
+    tensors = saved(run, step)
+    assert_same_tensors(weights(run), {name: tensors[name] for name in weights(run)})
+
+
+def shard_of(run, step):
+    """Return the file of tensors in a checkpoint of one process."""
+    (file,) = (run / f"checkpoints/step-{step:08d}" / SHARDS).iterdir()
+    return file
 
 
 def assert_same_tensors(one, two):

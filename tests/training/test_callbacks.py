@@ -1,18 +1,14 @@
-"""Parameters with a range stay in it: under our trainer and under Trainer."""
+"""Parameters with a range stay in it under Trainer; under ours: test_many_processes.py."""
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
-from tests.training.runs import quick_runs  # noqa: F401
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 from ssmzoo.family import load_family
 from ssmzoo.training.callbacks import ProjectParameters
-from ssmzoo.training.run import train
 
 LAM = "model.layers.0.mixer.lam"
 SMALL = 0.05  # of lambda's range, so that a few steps leave it
@@ -24,42 +20,9 @@ def fresh_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    fields = {
-        "model": {
-            "family": "coffee",
-            "preset": "coffee-induction",
-            "config": {"lambda_max": SMALL},
-        },
-        "data": {"task": "induction_heads", "task_args": {"vocab_size": 9}},
-        "train": {"steps": 12, "batch_size": 4, "seq_len": 9, "lr": 0.02, "warmup": 0},
-        "eval": {"every": 12, "batches": 1},
-        "checkpoint": {"every": 6},
-        "log": {"every": 5},
-    }
-    path.write_text(yaml.safe_dump(fields), encoding="utf-8")
-    return path
-
-
-def lam_of(run):
-    return load_file(run / "model" / "model.safetensors")[LAM]
-
-
 def assert_projected(lam):
     assert lam.max() == 0
     assert lam.min() == torch.tensor(-SMALL)
-
-
-def test_our_trainer_projects_after_every_step(recipe, tmp_path, monkeypatch):
-    assert_projected(lam_of(train(recipe, output_dir=tmp_path / "a")))
-    # the same run without projections shows that they do it
-    model = load_family("coffee").causal_lm_class
-    monkeypatch.setattr(model, "project_parameters", lambda self: None)
-    free = lam_of(train(recipe, output_dir=tmp_path / "b"))
-    assert free.max() > 0
-    assert free.min() < -SMALL
 
 
 def trained(folder, callbacks, wrap=lambda model: model):

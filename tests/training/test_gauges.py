@@ -100,17 +100,9 @@ def test_a_model_without_gauges_is_not_run_for_them(monkeypatch):
     assert read_gauges(model, {"input_ids": ids(1, 5)}) == {}
 
 
-def test_no_more_than_the_first_tokens_reach_a_layer():
-    model, lengths = build(), []
-    model.model.layers[0].mixer.register_forward_pre_hook(
-        lambda _, arguments: lengths.append(tuple(arguments[0].shape[:2]))
-    )
-    read_gauges(model, {"input_ids": ids(4, 3 * TOKENS)})
-    assert lengths == [(1, TOKENS)]
-
-
-@pytest.fixture
-def recipe(tmp_path):
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("recipe")
     (tmp_path / "text.txt").write_text("the quick brown fox " * 400, encoding="utf-8")
     tiny = {
         name: value for name, value in load_family("coffee").tiny.items() if name != "vocab_size"
@@ -127,12 +119,17 @@ def recipe(tmp_path):
     return tmp_path / "recipe.yaml"
 
 
+@pytest.fixture(scope="module")
+def run(recipe, tmp_path_factory):
+    return train(recipe, output_dir=tmp_path_factory.mktemp("runs") / "run")
+
+
 def lines_of(run):
     return [line for line in lines(run) if "loss" in line]
 
 
-def test_gauges_are_logged_with_the_losses(recipe, tmp_path):
-    found = lines_of(train(recipe, output_dir=tmp_path / "run"))
+def test_gauges_are_logged_with_the_losses(run):
+    found = lines_of(run)
     assert [line["step"] for line in found] == [2, 4, 6]
     for line in found:
         assert set(line["gauges"]) == NAMES
@@ -146,8 +143,7 @@ def numbers(run):
     return [(line["loss"], line["grad_norm"]) for line in lines_of(run)]
 
 
-def test_gauges_change_no_weight_and_no_loss(recipe, tmp_path, monkeypatch):
-    read = train(recipe, output_dir=tmp_path / "read")
+def test_gauges_change_no_weight_and_no_loss(run, recipe, tmp_path, monkeypatch):
     looked = []
 
     def disturb(model, batch):
@@ -158,8 +154,8 @@ def test_gauges_change_no_weight_and_no_loss(recipe, tmp_path, monkeypatch):
         patch.setattr("ssmzoo.training.step.read_gauges", lambda model, batch: {})
         plain = train(recipe, output_dir=tmp_path / "plain")
     assert not any("gauges" in line for line in lines_of(plain))
-    assert numbers(read) == numbers(plain)
-    assert_same_tensors(weights(read), weights(plain))
+    assert numbers(run) == numbers(plain)
+    assert_same_tensors(weights(run), weights(plain))
     # gauges that drew from the run's random numbers would be noticed
     monkeypatch.setattr("ssmzoo.training.step.read_gauges", disturb)
     assert numbers(train(recipe, output_dir=tmp_path / "disturbed")) != numbers(plain)

@@ -26,12 +26,11 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from tests.training.many_processes import SCORING, in_float64, recorded
-from tests.training.runs import killed, quick_runs  # noqa: F401
+from tests.training.runs import killed, quick_runs, saved  # noqa: F401
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from ssmzoo import families, load_family
-from ssmzoo.checkpoints.weights import SHARDS, is_sharded
 from ssmzoo.cli.main import main
 from ssmzoo.data.sources import data_source
 from ssmzoo.recipe import Recipe, load_recipe
@@ -39,7 +38,6 @@ from ssmzoo.training.checkpoint import damage_of
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
-from ssmzoo.training.shards import read_into, stored_tensors
 
 pytestmark = pytest.mark.xdist_group("many_processes")
 
@@ -268,21 +266,11 @@ def assert_close(one, two):
 
 def assert_same(one, two):
     assert lines(one) == lines(two)
-    tensors = [saved(run) for run in (one, two)]
+    tensors = [saved(run, 8) for run in (one, two)]
     assert tensors[0].keys() == tensors[1].keys()
     assert any(name.endswith("/exp_avg") for name in tensors[0])
     for name, tensor in tensors[0].items():
         assert torch.equal(tensor, tensors[1][name]), name
-
-
-def saved(run):
-    """Return the weights and moments of a run's last checkpoint, whole or in shards."""
-    folder = run / "checkpoints/step-00000008"
-    folder = folder / SHARDS if is_sharded(folder) else folder
-    stored = stored_tensors(folder)
-    tensors = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in stored.items()}
-    read_into(folder, tensors)
-    return tensors
 
 
 def said_by_us(stderr):
@@ -309,7 +297,7 @@ def test_two_processes_train_as_one_does(together):
     assert len(validations) == 2
 
 
-@pytest.mark.parametrize("run", ["pieces", "pieces-then-two", "two-then-pieces"])
+@pytest.mark.parametrize("run", ["pieces", "two-then-pieces"])
 @pytest.mark.long
 def test_two_processes_that_read_rows_together_train_as_one_does(run, together):
     assert_alike(together / "one", together / run)
@@ -410,10 +398,6 @@ def test_a_signal_to_one_or_both_processes_stops_and_saves_the_run(together):
     for (_, line), start in zip(first, starts, strict=True):
         assert line.startswith(start)
     assert_same(together / "left-alone", together / "told")
-
-
-def test_a_process_that_sleeps_changes_nothing(together):
-    assert_same(together / "left-alone", together / "slow")
 
 
 def test_a_full_disk_of_one_process_ends_all_within_the_timeout(together):
@@ -581,46 +565,32 @@ def test_a_command_for_one_process_refuses_several(capsys, monkeypatch):
     assert "ssmzoo list runs in one process, and WORLD_SIZE asks for 2" in capsys.readouterr().err
 
 
-def test_a_sharded_optimizer_is_saved_whole_and_restored_exactly(together):
-    alone, sharded, other, restored, went_on, resumed = (
-        load_file(together / f"optimizer-{name}/optimizer.safetensors")
-        for name in ("alone", "sharded", "other", "restored", "went-on", "resumed")
-    )
-    assert any(not torch.equal(other[key], sharded[key]) for key in other)
-    assert alone.keys() == sharded.keys()
-    for key in alone:
-        torch.testing.assert_close(sharded[key], alone[key])
-    for before, after in ((sharded, restored), (went_on, resumed)):
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-
-
 def test_a_run_sharded_by_fsdp2_equals_a_run_of_one_process(together):
     assert_alike(together / "one", together / "sharded")
-    assert_close(saved(together / "one"), saved(together / "sharded"))
+    assert_close(saved(together / "one", 8), saved(together / "sharded", 8))
     assert all(line["grad_norm"] > 0.5 for line in lines(together / "sharded") if "loss" in line)
 
 
 def test_a_run_goes_on_with_another_split(together):
-    """From copies to shards, from shards to copies, and from shards to one process."""
+    """From copies to shards, and from shards to one process."""
     with in_float64():
         train(together / "recipe.yaml", output_dir=together / "sharded-then-one", resume=True)
-    for run in ("copied-then-sharded", "sharded-then-copied", "sharded-then-one"):
+    for run in ("copied-then-sharded", "sharded-then-one"):
         assert_alike(together / "one", together / run)
-        assert_close(saved(together / "one"), saved(together / run))
+        assert_close(saved(together / "one", 8), saved(together / run, 8))
 
 
 def test_each_process_writes_half(together):
     for run in ("two", "sharded"):
         folder = together / run / "checkpoints/step-00000008/shards"
         first, second = (sum(x.nbytes for x in load_file(p).values()) for p in folder.iterdir())
-        whole = sum(x.nbytes for x in saved(together / run).values())
+        whole = sum(x.nbytes for x in saved(together / run, 8).values())
         assert first + second == whole
         assert max(first, second) < 0.55 * whole
 
 
 def test_each_process_of_a_sharded_run_reads_half(together):
-    whole = sum(x.nbytes for x in saved(together / "two").values())
+    whole = sum(x.nbytes for x in saved(together / "two", 8).values())
     for rank in (0, 1):
         assert (
             0.45 * whole < json.loads((together / f"read-{rank}.json").read_text()) < 0.55 * whole
@@ -729,9 +699,8 @@ PLACE = {"WORLD_SIZE": "2", "RANK": "0"}
         ("other recipe", "train.lr is 0.01 in process 0 and 0.5 in process 1"),
         ("other pieces", "train.sequence_parallel is 1 in process 0 and 2 in process 1"),
         ("no pieces", "norm_type = 'batch' norms by all of them; take another norm_type"),
-        ("stock", "train.sequence_parallel must be 1 with --stock (stock=True), got 2"),
+        ("stock", "train.sequence_parallel must be 1 with --stock (model.stock), got 2"),
         ("many pieces", "train.sequence_parallel must divide the number of processes, 2, got 4"),
-        ("other file", "the file ssmzoo/training/stopping.py is "),
         ("other version", "the version of torch is "),
         ("full disk", "No space left on device"),
     ],
@@ -747,7 +716,7 @@ def test_every_process_raises_the_same_error(name, message, together):
         ({"FSDP_VERSION": "1"}, "fsdp_version must be 2"),
         ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "efficient_loading must be false"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "use train.gradient_checkpointing"),
-        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules must be absent"),
+        ({"FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules must be false or absent"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "sharded by FSDP2, got DEEPSPEED"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "sharded by FSDP2, got MEGATRON_LM"),
         ({**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"}, "cp_size must be 1 .* train.sequence_parall"),
@@ -756,7 +725,7 @@ def test_every_process_raises_the_same_error(name, message, together):
         ({**MESH, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "3"}, "number of processes, 2, got 1 x 3"),
     ],
 )
-def test_a_configuration_that_is_not_done_is_refused(
+def test_unsupported_configurations_of_accelerate_are_refused(
     variables, message, folder, tmp_path, monkeypatch
 ):
     told = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **PLACE, **variables}

@@ -37,6 +37,7 @@ from ssmzoo.files import write_folder
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.tasks import load_task
 from ssmzoo.training.checkpoint import checkpoints, locked, step_of
+from ssmzoo.training.distributed import is_out_of_memory
 from ssmzoo.training.folder import require_same_recipe
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
@@ -373,21 +374,18 @@ def test_a_run_resumes_after_its_text_was_moved(finished, recipe, tmp_path):
     assert all(str(new) in name for name in described["held_out"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda new: (new / "3.txt").write_text("other"), r"new/3\.txt was changed since the run"),
-        (lambda new: (new / "x.txt").write_text("more"), r"new/x\.txt was added since the run"),
-        (lambda new: (new / "3.txt").unlink(), r"old/3\.txt was removed since the run"),
-    ],
-)
-def test_moved_text_that_is_not_the_same_is_refused(change, message, recipe, tmp_path):
-    old, new = write_texts(tmp_path / "old"), write_texts(tmp_path / "new")
+def test_moved_text_that_is_not_the_same_is_refused(recipe, tmp_path):
+    old = write_texts(tmp_path / "old")
     run = killed(recipe, tmp_path / "run", 1, overrides=[f"data.text={old}"])
-    change(new)
     told = (run / "run.json").read_bytes()
-    with pytest.raises(ValueError, match=message):
-        train(recipe, output_dir=run, resume=True, overrides=[f"data.text={new}"])
+    for name, change, message in (
+        ("a", lambda new: (new / "3.txt").write_text("other"), r"a/3\.txt was changed since"),
+        ("b", lambda new: (new / "x.txt").write_text("more"), r"b/x\.txt was added since the run"),
+        ("c", lambda new: (new / "3.txt").unlink(), r"old/3\.txt was removed since the run"),
+    ):
+        change(new := write_texts(tmp_path / name))
+        with pytest.raises(ValueError, match=message):
+            train(recipe, output_dir=run, resume=True, overrides=[f"data.text={new}"])
     assert (run / "run.json").read_bytes() == told
 
 
@@ -511,24 +509,22 @@ def test_a_run_shortened_to_what_it_has_done_is_validated_and_logged(
     assert [step_of(path) for path in checkpoints(run / "checkpoints")][-1] == 6
     asked.append("train.steps=6")
     before = lines(run)
-    for _ in range(2):  # killed at its end
-        with monkeypatch.context() as patch:
-            patch.setattr(Run, "save" if held_out else "_finish", lambda *_: fail(KilledError()))
-            with pytest.raises(KilledError):
-                train(recipe, output_dir=run, resume=True, overrides=asked)
-    for _ in range(2):
-        train(recipe, output_dir=run, resume=True, overrides=asked)
-        trained, *validated = lines(run)[len(before) :]
-        assert (trained["step"], trained["tokens"], trained["lr"]) == (6, 6 * 4 * 32, 0.01)
-        assert [line["step"] for line in validated] == [6] * held_out
-        assert finish_of(run)["loss"] == trained["loss"]
-        if held_out:
-            assert finish_of(run)["validation_loss"] == validated[0]["validation_loss"]
-            best = min(
-                (line for line in lines(run) if "validation_loss" in line),
-                key=lambda line: line["validation_loss"],
-            )
-            assert finish_of(run)["best"]["step"] == best["step"]
+    with monkeypatch.context() as patch:  # killed at its end
+        patch.setattr(Run, "save" if held_out else "_finish", lambda *_: fail(KilledError()))
+        with pytest.raises(KilledError):
+            train(recipe, output_dir=run, resume=True, overrides=asked)
+    train(recipe, output_dir=run, resume=True, overrides=asked)
+    trained, *validated = lines(run)[len(before) :]
+    assert (trained["step"], trained["tokens"], trained["lr"]) == (6, 6 * 4 * 32, 0.01)
+    assert [line["step"] for line in validated] == [6] * held_out
+    assert finish_of(run)["loss"] == trained["loss"]
+    if held_out:
+        assert finish_of(run)["validation_loss"] == validated[0]["validation_loss"]
+        best = min(
+            (line for line in lines(run) if "validation_loss" in line),
+            key=lambda line: line["validation_loss"],
+        )
+        assert finish_of(run)["best"]["step"] == best["step"]
 
 
 def test_a_run_whose_results_cannot_be_written_is_not_finished(recipe, tmp_path, monkeypatch):
@@ -559,21 +555,24 @@ def fail(error):
 
 
 @pytest.mark.parametrize(
-    ("ask", "first"),
-    [
-        (lambda: torch.ones(1).expand(10**15).clone(), "[enforce fail at alloc_cpu.cpp"),
-        (lambda: bytearray(10**18), "MemoryError"),
-        (lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried")), "CUDA out of"),
-    ],
+    "ask",
+    [lambda: bytearray(10**18), lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried"))],
 )
+def test_errors_of_memory_are_told_from_others(ask):
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        ask()
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("another"))
+
+
 def test_out_of_memory_names_a_smaller_setting_that_resumes_the_run(
-    ask, first, recipe, tmp_path, capsys, monkeypatch
+    recipe, tmp_path, capsys, monkeypatch
 ):
     loss_of, run = CausalLM.loss_of, tmp_path / "run"
 
     def too_large(goal, forward, piece, *given):
         if run_.progress.step == 4 and piece["input_ids"].numel() > 64:
-            ask()
+            torch.ones(1).expand(10**15).clone()
         return loss_of(goal, forward, piece, *given)
 
     take_step = Run.take_step
@@ -590,7 +589,7 @@ def test_out_of_memory_names_a_smaller_setting_that_resumes_the_run(
     err = capsys.readouterr().err
     *logged, err = err.splitlines()
     assert all(line.startswith("step ") for line in logged)
-    assert err.startswith(f"ssmzoo: error: out of memory after 4 steps: {first}")
+    assert err.startswith("ssmzoo: error: out of memory after 4 steps: [enforce fail at")
     for words in (
         "raise train.accumulate = 1, so that fewer of the train.batch_size = 4 rows",
         "set train.gradient_checkpointing = false to true",
@@ -620,19 +619,10 @@ def test_text_whose_file_names_are_not_utf8_is_trained_on_and_resumed(recipe, tm
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == 12
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_records_whose_file_names_are_not_utf8_are_read_or_named(kind, recipe, tmp_path, capsys):
-    import pyarrow
-    import pyarrow.parquet
-
-    place = tmp_path / "records"
-    records = [{"text": words * 40} for words in WORDS]
-    if kind == "jsonl":
-        place.write_text("".join(json.dumps(record) + "\n" for record in records))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), place)
-    place = place.rename(tmp_path / f"{ODD}.{kind}")
-    sets = ["data.text=null", f"data.{kind}={place}", "data.validation=null", "train.steps=3"]
+def test_records_whose_file_names_are_not_utf8_are_read_or_named(recipe, tmp_path, capsys):
+    place = tmp_path / f"{ODD}.jsonl"
+    place.write_text("".join(json.dumps({"text": words * 40}) + "\n" for words in WORDS))
+    sets = ["data.text=null", f"data.jsonl={place}", "data.validation=null", "train.steps=3"]
     train(recipe, output_dir=tmp_path / "run", overrides=sets)
     assert json.loads((tmp_path / "run" / "data.json").read_text())["documents"] == 3
     run = train(recipe, output_dir=tmp_path / "new", overrides=[*sets, "data.streaming=true"])
@@ -683,8 +673,8 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
     assert [step_of(path) for path in checkpoints(tmp_path)] == [3, 99_999_999, 100_000_000]
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
-def test_files_of_a_run_have_the_permissions_of_the_umask(umask, recipe, tmp_path):
+def test_files_of_a_run_have_the_permissions_of_the_umask(recipe, tmp_path):
+    umask = 0o027
     before = os.umask(umask)
     try:
         sets = ["--set", "train.steps=3", "--output", str(tmp_path / "run")]
@@ -696,6 +686,6 @@ def test_files_of_a_run_have_the_permissions_of_the_umask(umask, recipe, tmp_pat
     finally:
         os.umask(before)
     written = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
-    assert len([path for path in written if path.suffix == ".safetensors"]) == 5
+    assert len([path for path in written if path.suffix == ".safetensors"]) == 4
     for path, mode in written.items():
         assert mode == (0o777 if path.is_dir() else 0o666) & ~umask, (path, oct(mode))

@@ -1,4 +1,4 @@
-"""Every family under TRL's trainers, two steps each, as their users call them."""
+"""Every family under TRL: packed rows, LoRA, a policy that generates; one under all trainers."""
 
 import json
 from itertools import pairwise
@@ -140,19 +140,15 @@ def reward(family, folder, out):
     )
 
 
-TRAINERS = [
-    by_path,
-    by_object,
-    packed,
-    with_lora,
-    preferences,
-    preferences_with_lora,
-    policy,
-    reward,
-]
+OF_EVERY_FAMILY = (packed, with_lora, policy)
+OF_ONE = (by_path, by_object, preferences, preferences_with_lora, reward)
 
 
-@pytest.mark.parametrize("make", TRAINERS)
+CASES = [(name, make) for name in NAMES for make in OF_EVERY_FAMILY]
+CASES += [("longhorn", make) for make in OF_ONE]
+
+
+@pytest.mark.parametrize(("family", "make"), CASES, indirect=["family"])
 @pytest.mark.long
 def test_every_family_trains_under_trl(family, folder, make, tmp_path):
     trainer = make(family, folder, tmp_path)

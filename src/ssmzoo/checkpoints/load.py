@@ -103,8 +103,8 @@ def _folder(model: str) -> Path | None:
     if path.is_dir() and model:
         if is_sharded(path):
             raise ValueError(
-                f"model folder {model!r} must hold whole weights, and holds shards of a run of "
-                f"several processes; join them: ssmzoo consolidate {model} --output FOLDER"
+                f"model folder {model!r} must hold a model, and holds a run's checkpoint; make a "
+                f"model of it: ssmzoo consolidate {model} --output FOLDER"
             )
         if _holds_model(path):
             return path

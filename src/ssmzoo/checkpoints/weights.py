@@ -21,7 +21,7 @@ ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
 _ADAPTER_FIELDS = {"format": str, "model_type": str, "digest": str, "base": dict, "states": dict}
 OPTIMIZER = "optimizer.safetensors"  # of a run's checkpoint
 NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
-SHARDS = "shards"  # the folder, in a checkpoint, that several processes wrote
+SHARDS = "shards"  # the folder, in a run's checkpoint, of its tensors
 
 # a checkpoint's moments and a prompt's state are safetensors too
 _OF_THE_MODEL = re.compile(r"(adapter_)?(config\.json|model.*\.safetensors)")
@@ -104,7 +104,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def is_sharded(folder: Path) -> bool:
-    """Tell whether several processes wrote a checkpoint, each its parts of the tensors."""
+    """Tell whether a folder is a run's checkpoint, whose processes each wrote a file of tensors."""
     return (folder / SHARDS).is_dir()
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import shutil
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, OPTIMIZER, SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, SHARDS
 from ssmzoo.environment.messages import without_bars
 from ssmzoo.files import require_new, write_folder
 from ssmzoo.training.checkpoint import CONTENTS, damage_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 _ADAPTER = (ADAPTER_FILE, ADAPTER_CONFIG)
-_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, OPTIMIZER, "state.json", *_ADAPTER}
+_NOT_OF_THE_MODEL = {CONTENTS, SHARDS, "state.json", *_ADAPTER}
 
 
 def consolidate(checkpoint: Path, output: Path) -> Path:
     """Write the model of a run's checkpoint into a new folder, and return it.
 
-    Whole weights are copied; shards are joined in the CPU's memory, weights alone. A state adapter
-    goes along.
+    Its weights are joined in the CPU's memory, without the optimizer. A state adapter goes along.
 
     Args:
         checkpoint: One of a run's ``checkpoints/``.
@@ -46,40 +49,45 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
     return output
 
 
-def adapter_files(checkpoint: Path) -> list[Path]:
-    """Return the files of the state adapter that a checkpoint holds, if it holds one."""
-    return [checkpoint / name for name in _ADAPTER if (checkpoint / name).is_file()]
+def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
+    """Return the model of a checkpoint, on the CPU and in the precision that it was saved in."""
+    import ssmzoo.auto  # noqa: F401
+
+    known = import_module("transformers")  # not before: our import makes the module anew
+    config = known.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    assert config.architectures is not None  # the run wrote them
+    return load_shards(checkpoint, getattr(known, config.architectures[0]), config)
 
 
-def model_files(checkpoint: Path) -> list[Path]:
-    """Return what a checkpoint holds of the model as it is saved: all but the weights in shards."""
-    return [
-        path
-        for path in checkpoint.iterdir()
-        if path.name not in _NOT_OF_THE_MODEL and not path.name.startswith("carried-")
-    ]
+def load_shards(
+    checkpoint: Path, kind: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
+    """Return a model of this class with a checkpoint's weights.
+
+    Raises:
+        ValueError: A tensor is not there, or has another shape.
+    """
+    from ssmzoo.training.shards import read_into, weights_of
+
+    model: Any = kind._from_config(config, dtype=config.dtype)
+    read_into(checkpoint / SHARDS, weights_of(model))
+    return model.eval()
 
 
 def write_adapter(checkpoint: Path, folder: Path) -> None:
     """Write the state adapter that a checkpoint holds, if it holds one."""
-    for path in adapter_files(checkpoint):
-        shutil.copy2(path, folder)
+    for path in (checkpoint / name for name in _ADAPTER):
+        if path.is_file():
+            shutil.copy2(path, folder)
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
     """Write what a checkpoint holds of the model: weights, configuration, tokenizer."""
-    for path in model_files(checkpoint):
-        if path.is_dir():  # a tokenizer's further chat templates
-            shutil.copytree(path, folder / path.name)
-        else:
-            shutil.copy2(path, folder)
-    if is_sharded(checkpoint):
-        import ssmzoo.auto  # noqa: F401
-        from ssmzoo.training.model import load_shards
-
-        known = import_module("transformers")  # not before: our import makes the module anew
-        config = known.AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-        assert config.architectures is not None  # the run wrote them
-        kind = getattr(known, config.architectures[0])
-        with without_bars():
-            load_shards(checkpoint, kind, config).save_pretrained(folder)
+    for path in checkpoint.iterdir():
+        if path.name not in _NOT_OF_THE_MODEL:
+            if path.is_dir():  # a tokenizer's further chat templates
+                shutil.copytree(path, folder / path.name)
+            else:
+                shutil.copy2(path, folder)
+    with without_bars():
+        load_checkpoint(checkpoint).save_pretrained(folder)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -46,7 +43,7 @@ class Sums:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """Wait for the numbers alone, not for what the device was given to do after them."""
+        """Wait for these numbers, not for later work of the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._here.tolist()
@@ -126,7 +123,7 @@ class Processes:
         return made[0] if self.main else function()
 
     def require_shared(self, folder: Path) -> None:
-        """Check that every process sees what the main one wrote into the run's folder.
+        """Check that every process sees the file that the main one wrote into the run's folder.
 
         Raises:
             RuntimeError: Not every process does.
@@ -155,12 +152,10 @@ class Processes:
         return told_by(flags if self.count == 1 else Sums(self.accelerator, flags).read())
 
     def require_same(self, recipe: Recipe) -> None:
-        """Check that all processes have one recipe, one code and the same versions.
-
-        All must call this; what each has is gathered as digests.
+        """Check that all processes have one recipe and the same versions; all must call this.
 
         Raises:
-            RuntimeError: They do not; the message names the process, and what it has otherwise.
+            RuntimeError: They do not; the message names the process, and what differs.
         """
         import torch
 
@@ -174,7 +169,7 @@ class Processes:
                 ours, theirs = (found.get(name, "nothing") for found in (first, other))
                 if ours != theirs:
                     raise RuntimeError(
-                        "all processes of a run must have the same recipe, code and versions, but "
+                        "all processes of a run must have the same recipe and versions, but "
                         f"{name} is {ours} in process 0 and {theirs} in process {rank}; give all "
                         "machines the same installation and the same recipe"
                     )
@@ -190,34 +185,13 @@ class Processes:
 
 
 def _what_must_agree(recipe: Recipe) -> dict[str, str]:
-    """Return what decides a run's numbers, by name: fields of the recipe, files, versions.
-
-    Of a file, and of a long field, it is the beginning of the SHA-256. The files are ours, the
-    kernels' and the family's, or every family's where the recipe names none.
-    """
-    import ssmzoo_kernels
-    from ssmzoo.family import families, load_family
-
+    """Return fields of the recipe and versions by name: they decide a run's numbers."""
     found: dict[str, str] = {}
     for section, fields in recipe.model_dump(mode="json").items():
         for field, value in (fields if isinstance(fields, dict) else {"": fields}).items():
-            text = json.dumps(value, sort_keys=True)
-            text = text if len(text) <= 80 else _digest(text.encode())
-            found[f"{section}.{field}" if field else section] = text
-    roots = [Path(__file__).parents[1], Path(ssmzoo_kernels.__path__[0])]
-    for name in [recipe.model.family] if recipe.model.family else families():
-        package = load_family(name).causal_lm_class.__module__.partition(".")[0]
-        roots.append(Path(inspect.getfile(sys.modules[package])).parent)
-    for root in roots:
-        for path in (*root.rglob("*.py"), *root.rglob("*.[ch]")):
-            name = f"the file {root.name}/{path.relative_to(root).as_posix()}"
-            found[name] = _digest(path.read_bytes())
-    versions = installed_versions("torch", "transformers", "accelerate")
+            found[f"{section}.{field}" if field else section] = json.dumps(value, sort_keys=True)
+    versions = installed_versions("ssmzoo", "torch", "transformers", "accelerate")
     return found | {f"the version of {name}": number for name, number in versions.items()}
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def seed_all(seed: int) -> None:
@@ -266,7 +240,7 @@ def require_launched() -> None:
     """
     launched_processes()
     alone = "WORLD_SIZE" not in os.environ
-    # what `accelerate launch --cpu --num_processes N` leaves behind for N > 1
+    # as `accelerate launch --cpu --num_processes N` leaves the environment for N > 1
     if alone and "ACCELERATE_USE_CPU" in os.environ and "MASTER_ADDR" in os.environ:
         raise RuntimeError(
             "`accelerate launch --cpu` was asked for several processes and started one; "
@@ -325,7 +299,7 @@ def _ways_to_share(kind: str) -> str:
 
 @contextmanager
 def separate_state() -> Iterator[None]:
-    """Hide what all objects of Accelerate share, and put it back.
+    """Hide the state that all objects of Accelerate share, and put it back.
 
     An ``Accelerator`` that a notebook made before neither changes the run inside nor is changed.
     """
@@ -338,9 +312,9 @@ def separate_state() -> Iterator[None]:
     try:
         yield
     finally:
-        for state, kept in zip(shared, before, strict=True):
+        for state, earlier in zip(shared, before, strict=True):
             state.clear()
-            state.update(kept)
+            state.update(earlier)
 
 
 def _stays_on_the_cpu() -> bool:
@@ -360,6 +334,14 @@ def _uses_bfloat16(dtype: str) -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+# settings of `accelerate launch` that must be off, and the way out
+_REFUSED = {
+    "cpu_ram_efficient_loading": "every process builds the model",
+    "activation_checkpointing": "use train.gradient_checkpointing in the recipe",
+    "ignored_modules": "nobody sums the gradients of what is not sharded",
+}
+
+
 def _sharding() -> FullyShardedDataParallelPlugin | None:
     """Return how `accelerate launch` was told to shard the model, None if it was not.
 
@@ -376,20 +358,12 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
 
     if os.environ.get("FSDP_VERSION", "1") != "2":
         raise RuntimeError("fsdp_version must be 2 in the configuration of accelerate launch")
-    for name, instead in (
-        ("CPU_RAM_EFFICIENT_LOADING", "every process builds the model"),
-        ("ACTIVATION_CHECKPOINTING", "use train.gradient_checkpointing in the recipe"),
-    ):
-        if _flag(f"FSDP_{name}"):
+    for name, way_out in _REFUSED.items():
+        if os.environ.get(f"FSDP_{name.upper()}", "").lower() not in ("", "0", "false", "no"):
             raise RuntimeError(
-                f"fsdp_{name.lower()} must be false in the configuration of accelerate launch: "
-                f"{instead}"
+                f"fsdp_{name} must be false or absent in the configuration of accelerate launch: "
+                f"{way_out}"
             )
-    if os.environ.get("FSDP_IGNORED_MODULES"):
-        raise RuntimeError(
-            "fsdp_ignored_modules must be absent in the configuration of accelerate launch: nobody "
-            "sums the gradients of what is not sharded"
-        )
     return FullyShardedDataParallelPlugin(mixed_precision_policy=MixedPrecisionPolicy())
 
 
@@ -401,22 +375,23 @@ def _require_mesh() -> None:
     """
     if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return
-    name = "parallelism_config_{}_size".format
-    copies, shards, *others = (
-        int(os.environ.get(name(kind).upper(), 1))
-        for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    )
-    for kind, size in zip(("tp", "cp", "sp"), others, strict=True):
-        if size != 1:
+    sizes = {
+        name: int(os.environ.get(f"PARALLELISM_CONFIG_{name}_SIZE".upper(), 1))
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    }
+    for name in ("tp", "cp", "sp"):
+        if sizes[name] != 1:
             raise RuntimeError(
-                f"{name(kind)} must be 1 in the configuration of accelerate launch, got {size}; "
-                "to read long rows in pieces use train.sequence_parallel in the recipe"
+                f"parallelism_config_{name}_size must be 1 in the configuration of accelerate "
+                f"launch, got {sizes[name]}; to read long rows in pieces use "
+                "train.sequence_parallel in the recipe"
             )
-    world = launched_processes()
+    world, copies, shards = launched_processes(), sizes["dp_replicate"], sizes["dp_shard"]
     if copies * shards != world:
         raise RuntimeError(
-            f"{name('dp_replicate')} x {name('dp_shard')} must be the number of processes, "
-            f"{world}, got {copies} x {shards}; change the configuration of accelerate launch"
+            "parallelism_config_dp_replicate_size x parallelism_config_dp_shard_size must be the "
+            f"number of processes, {world}, got {copies} x {shards}; change the configuration of "
+            "accelerate launch"
         )
 
 

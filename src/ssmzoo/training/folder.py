@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -28,25 +27,23 @@ from ssmzoo.evaluation.results import (
     recipe_of,
     write_results,
 )
-from ssmzoo.files import STDLIB, file_digest, read_json, write_folder, write_json, write_text
+from ssmzoo.files import STDLIB, read_json, write_folder, write_json, write_text
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoint
-from ssmzoo.training.consolidate import adapter_files, model_files, write_adapter, write_model
+from ssmzoo.training.consolidate import write_adapter, write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
-logger = logging.getLogger("ssmzoo")
-
-# what a run that was killed before it began may have left
+# files that a run may leave that was killed before it began
 _DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {
     *("train.steps", "train.tokens", "train.epochs", "train.stop_at"),
     *("train.accumulate", "train.gradient_checkpointing", "train.sequence_parallel"),
-    "data.workers",
+    *("data.workers", "model.stock"),
 }
-# paths may change: what lies there is compared by name and digest when the data is opened
+# paths may change: their files are compared by name and digest when the data is opened
 _PLACES = {
     *("data.text", "data.jsonl", "data.parquet", "data.dataset", "data.validation"),
     *("data.tokenizer", "data.task_args"),
@@ -93,7 +90,7 @@ class RunFolder:
         return newest_checkpoint(self.checkpoints)
 
     def manifest(self) -> dict[str, Any] | None:
-        """Return what the run found its data to be when it began.
+        """Return the description of the data that the run began with, None before.
 
         Raises:
             RuntimeError: The file that says so is damaged.
@@ -118,7 +115,6 @@ class RunFolder:
 
         What is not as it was before ``step`` is added to the list ``changes`` in ``run.json``.
         """
-        self._warn_of_the_clock()
         changes = self._record_changes(facts, step)
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
         write_json(self.path / "data.json", manifest)
@@ -150,24 +146,9 @@ class RunFolder:
         changes = before.get("changes", [])
         if not new or changes[-len(new) :] == new:  # written, and killed before the recipe was
             return changes
-        # first of all: where the recipe is written, what it said before is gone
+        # before the recipe is replaced, which would lose the old values
         write_json(self.path / "run.json", {**before, "changes": changes + new})
         return changes + new
-
-    def _warn_of_the_clock(self) -> None:
-        """Say so if the clock was set back since ``run.json`` was written."""
-        try:
-            before = json.loads((self.path / "run.json").read_text(encoding="utf-8"))["date"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return  # not there yet, or damaged and about to be replaced
-        if isinstance(before, str) and before > _now():
-            logger.warning(
-                "the clock was set back: %s says that it is at least %s, the clock %s; only the "
-                "dates in that file depend on it",
-                self.path / "run.json",
-                before,
-                _now(),
-            )
 
     def draw(self, title: str, loss: str, *, now: bool = False) -> None:
         """Draw the curves, if that was not done a moment ago, or ``now``."""
@@ -206,12 +187,11 @@ class RunFolder:
 
         Files that others put there, a card say, stay.
         """
-        _renew(self.path / "model", model_files(final), lambda f: write_model(final, f))
+        _renew(self.path / "model", lambda folder: write_model(final, folder))
         if holds_state_adapter(final):
-            _renew(self.path / "adapter", adapter_files(final), lambda f: write_adapter(final, f))
+            _renew(self.path / "adapter", lambda folder: write_adapter(final, folder))
         if scores is not None:
             self.write_results(scores, model_type, parameters)
-        self._warn_of_the_clock()
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
         keys = ["loss", "validation_loss", "validation_accuracy"]
@@ -224,7 +204,7 @@ class RunFolder:
         shutil.rmtree(self.cache, ignore_errors=True)
 
     def write_results(self, scores: list[Score], model_type: str, parameters: int) -> None:
-        """Write ``results.json``: what ``ssmzoo eval`` writes, with the scores of a test split."""
+        """Write the scores of a test split in the form of ``ssmzoo eval``, as ``results.json``."""
         described = read_json(self.path / "run.json")
         source, revision = f"{self.path.name}/model", weights_revision(self.path / "model")
         target, parts = self.path / "results.json", [self.path / "model"]
@@ -253,7 +233,7 @@ class RunFolder:
 
 
 def require_same_recipe(begun: Recipe, now: Recipe) -> None:
-    """Check that a recipe differs from the one a run began with in nothing but what may change.
+    """Check that only fields that may change differ from the recipe that a run began with.
 
     Raises:
         ValueError: It does; the message names the field.
@@ -266,40 +246,19 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
             )
 
 
-def _renew(target: Path, files: Sequence[Path], write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a folder, unless it has these files and weights.
-
-    What others put there is kept, and so are edited files; empty ones are written anew.
-    """
-    present = target.iterdir() if target.is_dir() else ()
-    there = {path.name: path for path in present if path.exists()}  # no link that leads nowhere
-    weights = [path for path in files if path.suffix == ".safetensors"]  # none where in shards
-    full = {name for name, path in there.items() if path.is_dir() or path.stat().st_size}
-    same = full >= {path.name for path in weights} and all(
-        file_digest(path) == file_digest(there[path.name]) for path in weights
-    )
-    if weights and same and full >= {path.name for path in files}:
-        return
-
-    kept: list[str] = []
+def _renew(target: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a folder; files of others that are there, a card say, stay."""
+    there = [path for path in target.iterdir() if path.exists()] if target.is_dir() else []
 
     def write_and_keep(folder: Path) -> None:
         write(folder)
-        for name, path in there.items():
+        for path in there:
             # weights under other names are of an earlier model
-            if (folder / name).exists() or path.match("model*.safetensors*"):
-                continue
-            copy = shutil.copytree if path.is_dir() else shutil.copy2
-            copy(path, folder / name)
-            kept.append(name)
+            if not (folder / path.name).exists() and not path.match("model*.safetensors*"):
+                copy = shutil.copytree if path.is_dir() else shutil.copy2
+                copy(path, folder / path.name)
 
     write_folder(target, write_and_keep)
-    if kept and weights and not same:
-        logger.warning(
-            "%s has new weights; these files are kept, which may speak of the earlier ones: %s",
-            target,
-            ", ".join(sorted(kept)),
-        )
 
 
 def _is_moved(before: Any, after: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a run measures while it trains: the file ``metrics.jsonl``, speeds, and layers' gauges."""
+"""The numbers of a run's log: the file ``metrics.jsonl``, means and speeds, layers' gauges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, each written at once."""
 
     def __init__(
-        self, path: Path, *, after_step: int, logged: bool = True, judged: bool = True
+        self, path: Path, *, after_step: int, logged: bool = True, validated: bool = True
     ) -> None:
         """Open the file, without the lines after the step that the run resumes from.
 
@@ -34,7 +34,7 @@ class MetricsFile:
             after_step: The step; 0 to begin.
             logged: Whether the last steps had their line before they were saved; otherwise a line
                 after that step is dropped too.
-            judged: Whether a validation that was due after that step was finished before it was
+            validated: Whether a validation that was due after that step was finished before it was
                 saved; otherwise its line is dropped too.
 
         Raises:
@@ -42,7 +42,7 @@ class MetricsFile:
         """
         self._path = path
         if path.exists():
-            write_text(path, "".join(_lines_until(path, after_step, logged, judged)))
+            write_text(path, "".join(_lines_until(path, after_step, logged, validated)))
         with writing(path):
             self._file = path.open("ab", buffering=0)
 
@@ -73,23 +73,13 @@ class MetricsFile:
 
 
 def finite(metrics: Mapping[str, float | int]) -> dict[str, float | int | None]:
-    """Return metrics with None for what is no finite number, which JSON does not have."""
+    """Return metrics with None for nan and infinities, which JSON does not have."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of ``metrics.jsonl``."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def in_words(line: Mapping[str, Any], total: int) -> str:
-    """Return a line of ``metrics.jsonl`` for people, of a run of so many steps; without gauges."""
-    parts = []
-    for name, value in line.items():
-        if name not in ("step", "gauges") and value is not None:
-            whole = isinstance(value, int) or value >= 1000
-            parts.append(f"{name} {value:,.0f}" if whole else f"{name} {value:.4g}")
-    return f"step {line['step']} of {total}: {', '.join(parts)}"
 
 
 class Meter:
@@ -142,7 +132,7 @@ class Meter:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON, what a resumed run needs to write the same lines."""
+        """Return, as JSON, the state from which a resumed run writes the same lines."""
         # a copy: it may be written while the training goes on
         return {"seconds": self.seconds + self._now() - self._clock, "window": [*self._window]}
 
@@ -227,14 +217,14 @@ def _hooked(
             hook.remove()
 
 
-def _lines_until(path: Path, step: int, logged: bool, judged: bool) -> Iterator[str]:
+def _lines_until(path: Path, step: int, logged: bool, validated: bool) -> Iterator[str]:
     text = path.read_text(encoding="utf-8", errors="replace")
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            measured = json.loads(line)
-            later = measured["step"] > step
-            kept = judged if "validation_loss" in measured else logged
-            again = measured["step"] == step and not kept
+            values = json.loads(line)
+            later = values["step"] > step
+            final = validated if "validation_loss" in values else logged
+            again = values["step"] == step and not final
         except (ValueError, LookupError, TypeError):
             if not line.endswith("\n"):  # it was cut off when the run was killed
                 return

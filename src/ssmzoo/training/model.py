@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import ask_again, is_local, load_model, vocabulary_size
-from ssmzoo.checkpoints.weights import SHARDS, is_sharded
+from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.environment.messages import first_line
 from ssmzoo.family import family_of, load_family, suggestion
 from ssmzoo.recipe import ModelSection
+from ssmzoo.training.consolidate import load_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,6 @@ def build_config(
     from transformers import AutoConfig
 
     import ssmzoo.auto  # noqa: F401
-    from ssmzoo.modeling import SSMForImageClassification
 
     given = {**section.config, **_fields_of(task, section)}
     if section.init_from is not None:
@@ -61,7 +61,7 @@ def build_config(
                 section.init_from, trust_remote_code=False, local_files_only=local, **given
             )
         except (OSError, ValueError) as error:
-            raise _not_found("model.init_from", section.init_from, error) from error
+            raise _not_found(section.init_from, error) from error
     else:
         if section.preset is None and tokenizer is not None:
             given.setdefault("vocab_size", vocabulary_size(tokenizer))
@@ -82,6 +82,21 @@ def build_config(
         for name in _SPECIAL:
             if name not in given and tokenizer is not None:
                 setattr(config, name, getattr(tokenizer, name))
+    _require_fit(config, tokenizer, task)
+    if task is not None and task.label_names is not None and "id2label" not in section.config:
+        config.id2label = dict(enumerate(task.label_names))
+        config.label2id = {name: label for label, name in config.id2label.items()}
+    return config
+
+
+def _require_fit(
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    task: Supervised | None,
+) -> None:
+    """Check that a model reads what tokenizer and task give it, and has the task's head."""
+    from ssmzoo.modeling import SSMForImageClassification
+
     if tokenizer is not None and config.vocab_size < (size := vocabulary_size(tokenizer)):
         raise ValueError(
             f"the model's vocab_size must be at least {size}, for the ids of the tokenizer "
@@ -101,10 +116,6 @@ def build_config(
             raise ValueError(
                 f"the model's num_channels and image_size must be the task's, {wanted}, got {got}"
             )
-    if task is not None and task.label_names is not None and "id2label" not in section.config:
-        config.id2label = dict(enumerate(task.label_names))
-        config.label2id = {name: label for label, name in config.id2label.items()}
-    return config
 
 
 def build_model(
@@ -114,60 +125,20 @@ def build_model(
     import torch
 
     if section.init_from is not None:
-        return load_for_task(section.init_from, config, task)
+        return _load(section.init_from, config, model_class(config, task))
     model = model_class(config, task)._from_config(config, dtype=torch.float32)
     return cast("PreTrainedModel", model)
 
 
-def load_for_task(
-    source: str,
-    config: PreTrainedConfig | None = None,
-    task: Supervised | None = None,
-    *,
-    what: str = "model.init_from",
-) -> PreTrainedModel:
-    """Return the model of a folder or Hub id in float32, with the head of a task.
-
-    With a configuration, of a model to train, its head may be new; without one all must be there.
-    A checkpoint of several processes keeps the precision that it was saved in. Errors call the
-    source ``what``.
-
-    Raises:
-        LookupError: There is none.
-    """
-    from transformers import AutoConfig
-
-    import ssmzoo.auto  # noqa: F401
-
-    local, given = is_local(source, what), config is not None
+def _load(source: str, config: PreTrainedConfig, kind: type[PreTrainedModel]) -> PreTrainedModel:
+    """Return the model of a folder or Hub id in float32; its head may be new."""
+    folder = Path(source) if Path(source).is_dir() else None
     try:
-        config = config or AutoConfig.from_pretrained(
-            source, trust_remote_code=False, local_files_only=local
-        )
-        folder = Path(source) if Path(source).is_dir() else None
-        kind = model_class(config, task)
         if folder is not None and is_sharded(folder):
             return load_shards(folder, kind, config)
-        return load_model(
-            source, folder, "float32", False, kind=kind, config=config, new_head=given
-        )
+        return load_model(source, folder, "float32", False, kind=kind, config=config, new_head=True)
     except (OSError, ValueError) as error:
-        raise _not_found(what, source, error) from error
-
-
-def load_shards(
-    checkpoint: Path, kind: type[PreTrainedModel], config: PreTrainedConfig
-) -> PreTrainedModel:
-    """Return the whole model of a checkpoint that several processes wrote.
-
-    Raises:
-        ValueError: A tensor is not there, or has another shape.
-    """
-    from ssmzoo.training.shards import read_into, weights_of
-
-    model: Any = kind._from_config(config, dtype=config.dtype)
-    read_into(checkpoint / SHARDS, weights_of(model))
-    return model.eval()
+        raise _not_found(source, error) from error
 
 
 def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> type[PreTrainedModel]:
@@ -273,6 +244,6 @@ def _known_class(
     return config_class
 
 
-def _not_found(what: str, source: str, error: Exception) -> LookupError:
+def _not_found(source: str, error: Exception) -> LookupError:
     ask_again()
-    return LookupError(f"{what}: no model loads from {source!r}: {first_line(error)}")
+    return LookupError(f"model.init_from: no model loads from {source!r}: {first_line(error)}")

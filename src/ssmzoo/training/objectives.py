@@ -1,8 +1,9 @@
-"""What a run learns: parts to a model's arguments, what its loss averages over, what is measured.
+"""What a run learns: the model's arguments, the loss and its targets, and the metrics.
 
-The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``batch``, ``zeros``,
-``measure`` and ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums
-over batches and processes, so it does not depend on either.
+The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``evaluate`` and
+``metrics``. The loss is a mean over the batch's targets; a validation adds up sums over batches and
+processes, so it does not depend on either. Labels that do not count, at padding and where nothing
+is asked, are -100, or nan where labels are values, of which -100 may be one.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ logger = logging.getLogger("ssmzoo")
 
 
 class Objective(ABC):
-    """What all objectives share.
+    """The base of all objectives.
 
     Attributes:
-        metric: What of :meth:`metrics` says which of two models is better.
-        measured: What of :meth:`metrics` a run can stop at.
-        scored: What of them is written down as the score of a test split, what matters most first.
-        loss: The loss in words, with its unit.
+        metric: The one of :meth:`metrics` that says which of two models is better.
+        metric_names: Those that ``train.stop_at`` may name.
+        test_metrics: Those that are the score of a test split, the most important first.
+        loss_name: The loss in words, with its unit.
         options: Arguments of the model that are no tensors.
         independent: Whether a target is an example of its own.
     """
 
     metric = "loss"
-    measured: tuple[str, ...] = ("loss", "accuracy")
-    scored: tuple[str, ...] = ("loss",)
-    loss = "loss in nats per token"
+    metric_names: tuple[str, ...] = ("loss", "accuracy")
+    test_metrics: tuple[str, ...] = ("loss",)
+    loss_name = "loss in nats per token"
     independent = False
 
     @property
@@ -60,7 +61,7 @@ class Objective(ABC):
         """Return a model's arguments."""
 
     def pieces(self, part: Any) -> list[Any]:
-        """Return what to run forward and backward one after the other; their losses add up."""
+        """Return the pieces to run forward and backward in turn; their losses add up."""
         return [self.batch(part)]
 
     def loss_of(
@@ -80,7 +81,7 @@ class Objective(ABC):
         return output.loss
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """Return, by name, what of this step the next one begins with."""
+        """Return, by name, the states carried to the next step."""
         return {}
 
     def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -91,23 +92,23 @@ class Objective(ABC):
     def targets(self, part: Any) -> int:
         """Return how many targets the loss of this part is a mean over; it may be none."""
 
-    def judged(self, forward: Callable[..., Any], part: Any) -> torch.Tensor:
-        """Return :meth:`measure` of a part, on which ``forward`` runs the model that is judged."""
+    def evaluate(self, forward: Callable[..., Any], part: Any) -> torch.Tensor:
+        """Return the sums of :meth:`measure` over a part, on which ``forward`` runs the model."""
         batch = self.batch(part)
         return self.measure(forward(batch), batch, part)
 
     @abstractmethod
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Any) -> torch.Tensor:
-        """Return what adds up over batches and processes: loss, the metric's sum, targets."""
+        """Return sums over a batch: of the losses, of the metric, and the number of targets."""
 
     def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of no batch."""
+        """Return the sums of :meth:`measure` over nothing."""
         import torch
 
         return torch.zeros(3, dtype=torch.float64, device=device)
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
-        """Return what a validation reports."""
+        """Return a validation's metrics from its sums."""
         loss, right, targets = sums.tolist()
         return {"loss": loss / targets, "accuracy": right / targets, "targets": int(targets)}
 
@@ -152,7 +153,7 @@ class CausalLM(Objective):
         return part.targets
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Rows) -> torch.Tensor:
-        """Return what a validation adds up: loss, hits, targets."""
+        """Return sums over a batch: of the losses, of hits, and the number of targets."""
         logits: torch.Tensor = output.logits
         labels = batch["labels"][:, 1:].to(logits.device)
         right = (logits[:, :-1].argmax(-1) == labels).sum()
@@ -216,7 +217,21 @@ class Labelled(Objective):
 
     def targets(self, part: Examples) -> int:
         """Return how many labels count; none of a stand-in's does."""
-        return int(self._counted(self._labels(part)).sum()) if part.counts else 0
+        return int(_counted(self._labels(part)).sum()) if part.counts else 0
+
+    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
+        """Return sums over a batch: of the losses, of the metric, and the number of targets."""
+        logits: torch.Tensor = output.logits
+        sums = self.zeros(logits.device)
+        if count := self.targets(part):
+            sums[0] = output.loss.double() * count
+            sums[1] = self._metric_sum(logits, batch["labels"].to(logits.device))
+            sums[2] = count
+        return sums
+
+    def _metric_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the numerator of the metric: for classes, the number of hits."""
+        return (logits.argmax(-1) == labels).sum()
 
     def _labels(self, part: Examples) -> np.ndarray:
         """Return the labels, those of padding marked as not counting."""
@@ -224,67 +239,32 @@ class Labelled(Objective):
         if not self._by_token:
             return labels
         inside = np.arange(labels.shape[1]) < part.batch.lengths[:, None]
-        return np.where(inside, labels, np.array(self._nothing, labels.dtype))
-
-    def _counted(self, labels: np.ndarray) -> np.ndarray:
-        return labels != self._nothing
-
-    @property
-    def _nothing(self) -> float:
-        """A label that does not count."""
-        return IGNORED
+        nothing = np.nan if labels.dtype.kind == "f" else IGNORED
+        return np.where(inside, labels, np.array(nothing, labels.dtype))
 
 
-class _ByTheModelsLoss(Labelled):
-    """Labels of which the model itself makes the loss."""
-
-    def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what a validation adds up: loss, the metric's sum, targets."""
-        logits: torch.Tensor = output.logits
-        sums = self.zeros(logits.device)
-        if count := self.targets(part):
-            sums[0] = output.loss.double() * count
-            sums[1] = self._judge(logits, batch["labels"].to(logits.device))
-            sums[2] = count
-        return sums
-
-    @abstractmethod
-    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what the metric is the mean of."""
-
-
-class Classification(_ByTheModelsLoss):
+class Classification(Labelled):
     """Say the class of each sequence, or of each token."""
 
     metric = "accuracy"
-    scored = ("accuracy",)
-    loss = "loss in nats"
-
-    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (logits.argmax(-1) == labels).sum()
+    test_metrics = ("accuracy",)
+    loss_name = "loss in nats"
 
 
-class Regression(_ByTheModelsLoss):
+class Regression(Labelled):
     """Estimate the value of each sequence, or of each token."""
 
     metric = "rmse"
-    measured = ("loss", "rmse")
-    scored = ("rmse",)
-    loss = "mean squared error"
+    metric_names = ("loss", "rmse")
+    test_metrics = ("rmse",)
+    loss_name = "mean squared error"
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
-        """Return what a validation reports."""
+        """Return a validation's metrics from its sums."""
         loss, squares, targets = sums.tolist()
         return {"loss": loss / targets, "rmse": (squares / targets) ** 0.5, "targets": int(targets)}
 
-    def _counted(self, labels: np.ndarray) -> np.ndarray:
-        return ~np.isnan(labels)
-
-    @property
-    def _nothing(self) -> float:
-        return float("nan")
-
-    def _judge(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _metric_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         import torch
 
         error = logits.double().reshape(labels.shape) - labels
@@ -295,18 +275,18 @@ class Forecast(Regression):
     """Foretell the values that follow each series; errors are means over steps and channels."""
 
     metric = "mse"
-    measured = ("loss", "mse", "mae")
-    scored = ("mse", "mae")
-    loss = "squared error of the forecast and along the series"
+    metric_names = ("loss", "mse", "mae")
+    test_metrics = ("mse", "mae")
+    loss_name = "squared error of the forecast and along the series"
 
     def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of no batch."""
+        """Return the sums of :meth:`measure` over nothing."""
         import torch
 
         return torch.zeros(4, dtype=torch.float64, device=device)
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what adds up: loss, targets, squared errors, absolute errors."""
+        """Return sums over a batch: losses, number of targets, squared and absolute errors."""
         error = output.logits.double() - batch["labels"].to(output.logits.device)
         sums = self.zeros(error.device)
         if part.counts:
@@ -315,7 +295,7 @@ class Forecast(Regression):
         return sums
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
-        """Return what a validation reports."""
+        """Return a validation's metrics from its sums."""
         loss, targets, squares, sizes = sums.tolist()
         errors = {"loss": loss / targets, "mse": squares / targets, "mae": sizes / targets}
         return {**errors, "targets": int(targets)}
@@ -329,8 +309,8 @@ class LabelledLM(Labelled):
     """
 
     metric = "accuracy"
-    measured = ("loss", "accuracy", "exact_match")
-    scored = ("exact_match", "accuracy", "loss")
+    metric_names = ("loss", "accuracy", "exact_match")
+    test_metrics = ("exact_match", "accuracy", "loss")
 
     def __init__(self, model: nn.Module, task: Supervised) -> None:
         super().__init__(model, task)
@@ -344,7 +324,7 @@ class LabelledLM(Labelled):
         """
         import torch
 
-        arrays, (_, columns) = self._arguments(part), self._wanted(part)
+        arrays, (_, columns) = self._arguments(part), self._shifted(part)
         del arrays["labels"]
         batch = {name: x[:, : columns[-1] + 1] for name, x in arrays.items()}
         if self._chooses:
@@ -352,34 +332,37 @@ class LabelledLM(Labelled):
         return self._in_reach(batch)
 
     def pieces(self, part: Examples) -> list[dict[str, torch.Tensor]]:
-        """Return a model's arguments and, for us, what its logits must say."""
+        """Return a model's arguments and, under ``targets``, the labels of its logits."""
         import torch
 
-        return [{**self.batch(part), "wanted": torch.from_numpy(self._wanted(part)[0])}]
+        return [{**self.batch(part), "targets": torch.from_numpy(self._shifted(part)[0])}]
 
     def loss_of(
         self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
     ) -> torch.Tensor:
         """Return the mean over a part's ``targets``."""
-        logits = forward({name: x for name, x in piece.items() if name != "wanted"}).logits
-        return _cross_entropy(logits, piece["wanted"]) / max(1, targets)  # 0 where nothing counts
+        logits = forward({name: x for name, x in piece.items() if name != "targets"}).logits
+        return loss_sum(logits, piece["targets"]) / max(1, targets)  # 0 where nothing counts
 
     def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of no batch."""
+        """Return the sums of :meth:`measure` over nothing."""
         import torch
 
         return torch.zeros(6, dtype=torch.float64, device=device)
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
-        """Return what adds up: loss, targets right and all, examples right, right last and all."""
+        """Return sums over a batch: of the losses, of hits, targets, and three of examples.
+
+        That is how many are all right, how many are right at the last target, and how many count.
+        """
         import torch
 
         logits: torch.Tensor = output.logits
         sums = self.zeros(logits.device)
         if part.counts:
-            wanted = torch.from_numpy(self._wanted(part)[0]).to(logits.device)
-            right, asked = logits.argmax(-1) == wanted, wanted != IGNORED
-            sums[0] = _cross_entropy(logits, wanted)
+            targets = torch.from_numpy(self._shifted(part)[0]).to(logits.device)
+            right, asked = logits.argmax(-1) == targets, targets != IGNORED
+            sums[0] = loss_sum(logits, targets)
             sums[1], sums[2] = right.sum(), asked.sum()
             asking = asked.any(dim=1)  # a row that asks nothing is no example
             sums[3] = ((right | ~asked).all(dim=1) & asking).sum()
@@ -389,7 +372,7 @@ class LabelledLM(Labelled):
         return sums
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
-        """Return what a validation reports.
+        """Return a validation's metrics from its sums.
 
         Of an exact match all of an example is right, of ``last_accuracy`` the last of its targets.
         """
@@ -397,11 +380,14 @@ class LabelledLM(Labelled):
         shares = {"exact_match": whole / examples, "last_accuracy": last / examples}
         return {**super().metrics(sums[:3]), **shares, "examples": int(examples)}
 
-    def _counted(self, labels: np.ndarray) -> np.ndarray:
-        return labels[:, 1:] != IGNORED
+    def _labels(self, part: Examples) -> np.ndarray:
+        """Return the labels; the first token of an example is never predicted."""
+        labels = super()._labels(part)
+        labels[:, 0] = IGNORED
+        return labels
 
-    def _wanted(self, part: Examples) -> tuple[np.ndarray, np.ndarray]:
-        """Return what the logits must say [B, K], and the columns where something is asked.
+    def _shifted(self, part: Examples) -> tuple[np.ndarray, np.ndarray]:
+        """Return the labels of the logits [B, K], and the columns where something is asked.
 
         Where nothing is asked, the first one stands for them.
         """
@@ -419,16 +405,21 @@ def labelled(model: nn.Module, task: Supervised) -> Labelled:
     return kind(model, task)
 
 
-def _cross_entropy(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the sum over what is wanted, in float32."""
+def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the cross-entropies of the targets that count, in float32 or float64."""
+    import torch
     from torch.nn import functional as F
 
     return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        wanted.flatten().to(logits.device),
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        targets.flatten().to(logits.device),
         ignore_index=IGNORED,
         reduction="sum",
     )
+
+
+def _counted(labels: np.ndarray) -> np.ndarray:
+    return ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORED
 
 
 def _mask(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -66,10 +66,10 @@ def train(
             began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
             ``train.accumulate``, ``train.gradient_checkpointing``,
             ``train.sequence_parallel``, ``data.workers``, and where the
-            data lies. What differs is listed in ``run.json`` under ``changes``.
+            data lies, and ``model.stock``. What differs is listed in ``run.json`` under
+            ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
-        stock: Leave transformers' recurrent models as they are, without our kernels. What is saved
-            is the same either way, and a resume may choose anew.
+        stock: Set the recipe's ``model.stock``.
 
     Raises:
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
@@ -79,6 +79,7 @@ def train(
             process that ended, a loss that is not finite.
         Stopped: A signal told the run to stop, and it is saved.
     """
+    overrides = [*overrides, *(["model.stock=true"] if stock else [])]
     chosen = load_recipe(recipe, overrides).with_absolute_paths()
     require_launched()
     request = StopRequest()
@@ -87,10 +88,10 @@ def train(
     except ImportError as error:
         raise missing("training needs accelerate", "train", error) from error
     with request.heard(), few_files(), separate_state():
-        return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request, stock)
+        return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request)
 
 
-def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, stock: bool) -> Path:
+def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> Path:
     import torch
 
     if not is_utf8(str(folder)):
@@ -105,20 +106,18 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, sto
     try:
         with locked(folder) if accelerator.is_main_process else nullcontext():
             with request.obeyed_at_once() if alone else nullcontext():
-                run = Run(
-                    accelerator, recipe, RunFolder(folder), request, resume=resume, stock=stock
-                )
+                run = Run(accelerator, recipe, RunFolder(folder), request, resume=resume)
             run.go()
         leave = True
     except Stopped as stopped:
         leave = True
-        told = Stopped(stopped.signal, f"{stopped} {_what_is_kept(folder, run, alone, stock)}")
+        told = Stopped(stopped.signal, f"{stopped} {_where_it_stopped(folder, run, alone)}")
         if accelerator.is_main_process:
             logger.warning("%s", told)
         raise told from None
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise RuntimeError(_memory_message(error, recipe, folder, run, stock)) from error
+            raise RuntimeError(_memory_message(error, recipe, folder, run)) from error
         if not (isinstance(error, RuntimeError) and is_of_another_process(error)):
             raise
         saved = checkpoints(folder / "checkpoints")
@@ -135,7 +134,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest, sto
     return folder
 
 
-def _what_is_kept(folder: Path, run: Run | None, alone: bool, stock: bool) -> str:
+def _where_it_stopped(folder: Path, run: Run | None, alone: bool) -> str:
     """Return where a run stopped and how it goes on."""
     if not (folder / "recipe.yaml").exists():
         return "before anything was trained; give the same command again, with or without --resume"
@@ -144,19 +143,17 @@ def _what_is_kept(folder: Path, run: Run | None, alone: bool, stock: bool) -> st
     saved = checkpoints(folder / "checkpoints")
     where = f"after step {step_of(saved[-1])}, which is saved" if saved else "before its first step"
     launcher = "" if alone else "under the same launcher, "
-    return f"{where}; to go on: {launcher}{_resuming(folder, stock)}"
+    return f"{where}; to go on: {launcher}{_resuming(folder)}"
 
 
-def _resuming(folder: Path, stock: bool) -> str:
+def _resuming(folder: Path) -> str:
     """Return the command that goes on with a run."""
     words = ["ssmzoo", "train", str(folder / "recipe.yaml"), "--output", str(folder), "--resume"]
-    return shlex.join([*words, "--stock"] if stock else words)
+    return shlex.join(words)
 
 
-def _memory_message(
-    error: BaseException, recipe: Recipe, folder: Path, run: Run | None, stock: bool
-) -> str:
-    """Return what ran out of memory, what needs less of it, and how the run goes on."""
+def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run | None) -> str:
+    """Return one line: the error, settings that need less memory, and the command to resume."""
     options, steps = recipe.train, 0 if run is None else run.progress.step
     seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
     checkpointing = str(options.gradient_checkpointing).lower()
@@ -179,4 +176,4 @@ def _memory_message(
         change = f" --set train.accumulate={accumulate}"
     elif not options.gradient_checkpointing:
         change = " --set train.gradient_checkpointing=true"
-    return f"{text}; {kept}to go on: {_resuming(folder, stock)}{change}"
+    return f"{text}; {kept}to go on: {_resuming(folder)}{change}"

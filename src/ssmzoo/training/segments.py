@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ssmzoo.data.rows import IGNORED, Rows
-from ssmzoo.training.objectives import CausalLM
+from ssmzoo.training.objectives import CausalLM, loss_sum
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class SegmentedLM(CausalLM):
             )
             self._carried[part] = output[CACHE]
             self._carried[part].batch_select_indices(segment["leaving"])
-            total = total + _loss(output, segment)
+            total = total + loss_sum(output.logits[0], segment["targets"])
         # a step that follows may begin where this one ends, but without its graph
         self._carried[part].detach()
         return total / max(1, targets)
@@ -91,7 +91,7 @@ class SegmentedLM(CausalLM):
         return carried
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """Return what the next step begins with, by name; nothing unless rows are carried on."""
+        """Return the states carried to the next step, by name; none unless rows are carried on."""
         if not self._segments.carry:
             return {}
         return {
@@ -150,24 +150,24 @@ class SequenceParallelLM(CausalLM):
         self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
     ) -> torch.Tensor:
         """Return the mean over the piece's ``targets``, 0 where there are none."""
-        return _loss(self._read(forward, piece), piece) / max(1, targets)
+        return loss_sum(self._read(forward, piece), piece["targets"]) / max(1, targets)
 
-    def judged(self, forward: Callable[..., Any], part: Rows) -> torch.Tensor:
-        """Return what a validation adds up, of this process's piece: loss, hits, targets."""
+    def evaluate(self, forward: Callable[..., Any], part: Rows) -> torch.Tensor:
+        """Return the sums of :meth:`measure` over this process's piece."""
         (piece,) = self.pieces(part)
-        output = self._read(forward, piece)
-        logits = output.logits[0]
-        wanted = piece["targets"].to(logits.device)
+        logits = self._read(forward, piece)
+        targets = piece["targets"].to(logits.device)
         sums = self.zeros(logits.device)
-        sums[0], sums[1] = _loss(output, piece), (logits.argmax(-1) == wanted).sum()
-        sums[2] = (wanted != IGNORED).sum()
+        sums[0], sums[1] = loss_sum(logits, targets), (logits.argmax(-1) == targets).sum()
+        sums[2] = (targets != IGNORED).sum()
         return sums
 
     def _columns(self, part: Rows) -> tuple[int, int]:
         """Return the first column of this process's piece, and how many it has."""
         return _columns(part, self._place, self._count)
 
-    def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> Any:
+    def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a piece."""
         from ssmzoo.modeling import CutRows, sequence_cache
         from ssmzoo.modeling.compat import CACHE
 
@@ -175,7 +175,7 @@ class SequenceParallelLM(CausalLM):
         rows = CutRows(*(piece[name].to(device) for name in CutRows._fields))
         cache = sequence_cache(self._model, self._group, rows=rows)
         batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
-        return forward(batch, **{CACHE: cache}, use_cache=True)
+        return forward(batch, **{CACHE: cache}, use_cache=True).logits[0]
 
 
 def _columns(part: Rows, place: int, count: int) -> tuple[int, int]:
@@ -203,41 +203,30 @@ def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _loss(output: Any, piece: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the sum of a piece's losses, at least in float32."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    logits = output.logits[0]
-    wanted = piece["targets"].to(logits.device)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
-
-
 def share_of_carried(
-    kept: list[dict[str, torch.Tensor]], rank: int, accumulate: int
+    by_process: list[dict[str, torch.Tensor]], rank: int, accumulate: int
 ) -> dict[str, torch.Tensor]:
-    """Return what a process carries on, cut anew where micro-batches are of another size.
+    """Return the states that a process carries on, cut anew where micro-batches changed in size.
 
     Args:
-        kept: What :meth:`SegmentedLM.carried` returned, by process.
+        by_process: What :meth:`SegmentedLM.carried` returned.
         rank: The process.
         accumulate: Its micro-batches a step.
     """
     import torch
 
     states: dict[str, list[torch.Tensor]] = {}
-    parts = sorted({int(key.split(".", 1)[0]) for key in kept[0]})
+    parts = sorted({int(key.split(".", 1)[0]) for key in by_process[0]})
     for part in parts:  # a step's rows lie in this order
-        for mine in kept:
+        for mine in by_process:
             for key, state in mine.items():
                 if key.startswith(f"{part}."):
                     states.setdefault(key.split(".", 1)[1], []).append(state)
     share = {}
     for name, rows in states.items():
-        pieces = torch.cat(rows).tensor_split(len(kept) * accumulate)
+        pieces = torch.cat(rows).tensor_split(len(by_process) * accumulate)
         for part in range(accumulate):
-            share[f"{part}.{name}"] = pieces[part * len(kept) + rank].clone()
+            share[f"{part}.{name}"] = pieces[part * len(by_process) + rank].clone()
     return share
 
 

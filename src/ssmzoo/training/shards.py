@@ -1,8 +1,8 @@
-"""Tensors in shards: every process of a run writes its own, and reads of any files what it needs.
+"""Tensors in shards: each process of a run writes its shard, and reads its parts of any shards.
 
 The files are those of ``torch.distributed.checkpoint``'s Hugging Face storage: safetensors, one a
-process, whose header says where in each tensor its parts lie. Its planners are told of the training
-tensors' shapes alone; what is written are copies in the CPU's memory, so that training may go on.
+process, whose header says where in each tensor its parts lie. What is written are copies in the
+CPU's memory, so that training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import distributed
@@ -28,16 +28,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ssmzoo.files import Listed
 from ssmzoo.training.distributed import STEP
 from ssmzoo.training.stopping import Stopped
 
-T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
+_DISABLED = "torch.distributed is disabled"  # torch takes that for a mistake
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's weights by name, without the other names of what is tied.
+    """Return a model's weights by name, each tied weight once.
 
     Those of a model that FSDP2 shards are ``DTensor``.
     """
@@ -49,7 +48,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return size and dtype of every tensor in a folder's safetensors, in shards or whole."""
+    """Return size and dtype of every tensor in a folder's safetensors."""
     found: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return found
 
@@ -61,8 +60,7 @@ def read_into(folder: Path, tensors: Tensors) -> None:
         ValueError: A tensor is not there, or has another shape.
     """
     with warnings.catch_warnings():
-        # every process reads for itself, which torch takes for a mistake
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", _DISABLED)  # every process reads for itself
         try:
             load(
                 dict(tensors),
@@ -73,12 +71,23 @@ def read_into(folder: Path, tensors: Tensors) -> None:
             raise ValueError(f"{folder} does not fit the model: {_cause(error)}") from error
 
 
+def read_all(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the whole tensors of a folder's safetensors whose names begin with a prefix."""
+    tensors = {
+        name: torch.empty(stored.size, dtype=stored.properties.dtype)
+        for name, stored in stored_tensors(folder).items()
+        if name.startswith(prefix)
+    }
+    read_into(folder, tensors)
+    return tensors
+
+
 def share_of(
     tensors: Tensors, rank: int, count: int, buffers: Container[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return what a process writes: its part of what is sharded, and an equal share of the rest.
+    """Return the tensors of a process's shard: its own ``DTensor`` parts, a share of the others.
 
-    Of ``buffers`` the first process writes all: DDP gives its own to the others before each step.
+    The first process writes all ``buffers``: DDP gives its own to the others before each step.
     """
     mine, sizes = {}, [0] * count
     for name, tensor in tensors.items():
@@ -92,8 +101,41 @@ def share_of(
     return mine
 
 
-class Copies(DefaultSavePlanner):
-    """Tensors to write, as they are now.
+def optimizer_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state by parameter name and its own, with a slash between."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Give the optimizer the state that :func:`optimizer_tensors` returned, from safetensors."""
+    stored = stored_tensors(folder)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for i, parameter in enumerate(parameters):
+        prefix, state[i] = f"{names[id(parameter)]}/", {}
+        for name in [name for name in stored if name.startswith(prefix)]:
+            size, dtype = stored[name].size, stored[name].properties.dtype
+            is_moment = parameter.ndim > 0 and size == parameter.shape  # else a count
+            tensors[name] = state[i][name.removeprefix(prefix)] = (
+                torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                if is_moment
+                else torch.empty(size, dtype=dtype)
+            )
+    read_into(folder, tensors)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class Snapshot(DefaultSavePlanner):
+    """A process's share of the tensors of a checkpoint, copied as they are now.
 
     Args:
         tensors: What this process writes.
@@ -108,57 +150,60 @@ class Copies(DefaultSavePlanner):
             self._copies[name] = torch.empty(local.shape, dtype=local.dtype).copy_(local.detach())
 
     def lookup_object(self, index: Any) -> torch.Tensor:
-        """Return the copy of what torch would write."""
+        """Return the copy of a tensor, which torch writes in its place."""
         return self._copies[index.fqn]
 
-    def write(self, folder: Path, group: Any) -> list[Path]:
-        """Write this process's file, flushed to the disk; all of the group must call this."""
+    def write(self, folder: Path, group: Any) -> None:
+        """Write this process's file, flushed to the disk; all of the group must call this.
+
+        ``group`` is None for a run of one process.
+        """
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(self._tensors, storage_writer=writer, planner=self, process_group=group)
-        return sorted(folder.glob(f"shard-{distributed.get_rank(group) + 1:05d}-*"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _DISABLED)
+            save(
+                self._tensors,
+                storage_writer=writer,
+                planner=self,
+                process_group=group,
+                no_dist=group is None,
+            )
 
 
 class Background:
-    """Writes what several processes write together in a thread of each, one after the other.
+    """Writes checkpoints in a thread of each process, one after the other.
 
     Leaving the context waits for the last one. Errors are raised in every process, by the next
     call or on leaving.
 
     Attributes:
-        group: The processes, on the CPU: collectives of the threads and of the training may not
-            meet.
+        group: The processes that write together, on the CPU: collectives of the threads and of the
+            training may not meet. None for one process.
     """
 
-    def __init__(self) -> None:
-        self.group: Any = distributed.new_group(backend="gloo", timeout=STEP)
+    def __init__(self, processes: int) -> None:
+        self.group: Any = None
+        if processes > 1:
+            self.group = distributed.new_group(backend="gloo", timeout=STEP)
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
     def start(
         self,
-        save_folder: Callable[[Callable[[Path], Listed]], Any],
-        part: Callable[[Path, Any], Listed],
-        rest: Callable[[Path], None],
+        save_folder: Callable[[Callable[[Path], None]], Any],
+        write_part: Callable[[Path, Any], None],
+        write_rest: Callable[[Path], None],
     ) -> None:
-        """Save together, when the last save is done.
+        """Write a checkpoint, when the last one is written.
 
         Args:
-            save_folder: Has its argument fill a folder, in the first process.
-            part: Writes this process's files; it is given the folder and the group.
-            rest: Writes what the first process writes alone.
+            save_folder: Has its argument fill a folder; called in the first process.
+            write_part: Writes this process's files; it is given the folder and the group.
+            write_rest: Writes the other files; called in the first process.
         """
-
-        def first(fill: Callable[[Path], list[Listed]]) -> None:
-            def write(folder: Path) -> Listed:
-                listed = {name: facts for files in fill(folder) for name, facts in files.items()}
-                rest(folder)
-                return listed
-
-            save_folder(write)
-
         self.wait()
         self._writing = self._thread.submit(
-            write_together, self.group, first, lambda folder: part(folder, self.group)
+            _write_together, self.group, save_folder, write_part, write_rest
         )
 
     def wait(self) -> None:
@@ -181,69 +226,74 @@ class Background:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            # what is raised already says more, but for a stop, which says that all is saved
+            # an error that is raised already says more; a stop claims that all is saved
             with suppress(*([] if kind is None or issubclass(kind, Stopped) else [Exception])):
                 self.wait()
         finally:
             self._thread.shutdown()
 
 
-def write_together(
-    group: Any, first: Callable[[Callable[[Path], list[T]]], None], part: Callable[[Path], T]
+def _write_together(
+    group: Any,
+    save_folder: Callable[[Callable[[Path], None]], Any],
+    write_part: Callable[[Path, Any], None],
+    write_rest: Callable[[Path], None],
 ) -> None:
-    """Let the processes of a group write into a folder that the first one makes.
-
-    Args:
-        group: The processes.
-        first: Called in the first process. It calls its argument with the folder, which has every
-            process write its part there and returns what they returned.
-        part: Writes a process's part into the folder.
+    """Let the processes of a group write into a folder that the first one makes and names.
 
     Raises:
-        Exception: What ``first`` raised, in every process; of a part, its error in any process.
+        Exception: What ``save_folder`` raised, or the first error of a part, in every process.
     """
+    main = group is None or distributed.get_rank(group) == 0
+    begun: list[Path | None] = []
 
-    def told(value: Any) -> Any:
+    def broadcast(value: Any) -> Any:
         box = [value]
-        distributed.broadcast_object_list(box, group=group)
+        if group is not None:
+            distributed.broadcast_object_list(box, group=group)
         return box[0]
 
-    def fill(folder: Path) -> list[T]:
-        main = distributed.get_rank(group) == 0
-        outcomes: list[Any] | None = [None] * distributed.get_world_size(group) if main else None
-        distributed.gather_object(_outcome(part, folder), outcomes, group=group)
-        for outcome in outcomes or []:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes or []
+    def write_parts(folder: Path) -> None:
+        outcome = _error_of(write_part, folder, group)
+        outcomes = [outcome]
+        if group is not None:
+            everyone = [None] * distributed.get_world_size(group) if main else None
+            distributed.gather_object(outcome, everyone, group=group)
+            outcomes = everyone or []
+        for error in outcomes:
+            if error is not None:
+                raise error
 
-    def begin(folder: Path) -> list[T]:
-        begun.append(told(folder))
-        return fill(folder)
+    def fill(folder: Path) -> None:
+        begun.append(broadcast(folder))
+        write_parts(folder)
+        write_rest(folder)
 
-    begun: list[Path | None] = []
     error: Exception | None = None
-    if distributed.get_rank(group) == 0:
+    if main:
         try:
-            first(begin)
+            save_folder(fill)
         except Exception as caught:
             error = caught
         if not begun:
-            told(None)
-    elif (folder := told(None)) is not None:
-        fill(folder)
-    error = told(error)
+            broadcast(None)
+    elif (folder := broadcast(None)) is not None:
+        write_parts(folder)
+    error = broadcast(error)
     if error is not None:
         raise error
 
 
-def _outcome(part: Callable[[Path], T], folder: Path) -> T | BaseException:
+def _error_of(
+    write_part: Callable[[Path, Any], None], folder: Path, group: Any
+) -> BaseException | None:
     try:
-        return part(folder)
+        write_part(folder, group)
     except CheckpointException as error:
         return _cause(error)
     except Exception as error:
         return error
+    return None
 
 
 def _cause(error: CheckpointException) -> BaseException:

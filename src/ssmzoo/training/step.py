@@ -1,4 +1,4 @@
-"""A step of training: what learns, what a step reads, and how it is taken."""
+"""A step of training: the learner, the batch that a step reads, and the update."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from ssmzoo.checkpoints.weights import is_sharded
 from ssmzoo.recipe import Recipe
 from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
-from ssmzoo.training.model import build_model, load_for_task
+from ssmzoo.training.model import build_model
 from ssmzoo.training.objectives import CausalLM, Objective, labelled, most_positions
-from ssmzoo.training.optimizer import Plan, Schedule, make_optimizer
+from ssmzoo.training.optimizer import make_optimizer
+from ssmzoo.training.schedule import Plan, Schedule
 from ssmzoo.training.segments import SegmentedLM, SequenceParallelLM
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ NOTHING_TO_PREDICT = (
 
 
 class Step(NamedTuple):
-    """What an optimizer step reads."""
+    """The batch of an optimizer step, in micro-batches."""
 
     parts: list[list[Any]]  # the pieces of each micro-batch
     targets: list[int]  # what each micro-batch's loss is a mean over
@@ -53,8 +52,7 @@ class Learner:
         config: The model's configuration.
         plan: The run in steps.
         task: The supervised task; None for rows of tokens.
-        checkpoint: Whose weights it begins with; None for the recipe's.
-        stock: Leave transformers' recurrent models without our kernels.
+        resumes: Whether the weights are read from a checkpoint afterwards.
 
     Attributes:
         model: The model as Accelerate prepared it.
@@ -62,11 +60,10 @@ class Learner:
         architecture: The name of its class, which sharding changes.
         adapter: The states that the model starts from, where these are trained.
         recurrent: By name, what each recurrent layer of a transformers model runs on.
-        rate: The learning rate of the last step, of the first group.
 
     Raises:
         LookupError: No such weights, or parameter group.
-        ValueError: ``train.stop_at`` names a metric that is not measured.
+        ValueError: ``train.stop_at`` names a metric that the objective does not have.
     """
 
     def __init__(
@@ -76,72 +73,80 @@ class Learner:
         config: PreTrainedConfig,
         plan: Plan,
         task: Supervised | None,
-        checkpoint: Path | None,
         *,
-        stock: bool = False,
+        resumes: bool,
     ) -> None:
-        from torch.nn.parallel import DistributedDataParallel
+        from ssmzoo.modeling.stock import accelerated
 
-        from ssmzoo.modeling import add_state_adapter
-        from ssmzoo.modeling.stock import accelerated, choose_kernels
-
-        self.processes, self.task, options = processes, task, recipe.train
-        self.micro_batch, self.accumulate = (
-            options.micro_batch(processes.readers),
-            options.accumulate,
-        )
-        seed_all(options.seed)
-        if checkpoint is None:
-            model = build_model(recipe.model, config, task)
-        elif is_sharded(checkpoint):  # whose weights are read where the model is sharded
-            fresh = recipe.model.model_copy(update={"init_from": None})
-            model = build_model(fresh, config, task)
-        else:
-            model = load_for_task(str(checkpoint), task=task, what="the checkpoint")
+        options = recipe.train
+        self.processes, self._accelerator = processes, processes.accelerator
+        self.accumulate = options.accumulate
+        self.micro_batch = options.micro_batch(processes.readers)
+        model = self._build(recipe, config, task, resumes=resumes)
         self.architecture = type(model).__name__
-        self.adapter: StateAdapter | None = None
-        if recipe.adapter is not None:
-            choose_kernels(model, stock)  # without which transformers' models start from zeros
-            self.adapter = add_state_adapter(model)
-            if checkpoint is not None:
-                self.adapter.read(checkpoint)
-        if rank := processes.rank:  # the first one's weights, but its own dropout
-            seed_all(int(np.random.SeedSequence([options.seed, rank]).generate_state(1)[0]))
+        self.adapter = self._add_adapter(model, recipe)
+        optimizer = _optimizer(model, recipe)
+        self._place(model, recipe)
+        self.recurrent = accelerated(model)
+        self.objective = _objective(model, recipe, task, processes.row)
+        self._prepare(model, optimizer)
+        # not prepared: Accelerate's wrapper steps once for every process
+        self.schedule = Schedule(self.optimizer, options, plan, higher=self.objective.higher)
+        self._largest_norm = options.clip or math.inf
+        self._pending: list[torch.Tensor] = []
+
+    def _build(
+        self, recipe: Recipe, config: PreTrainedConfig, task: Supervised | None, *, resumes: bool
+    ) -> PreTrainedModel:
+        """Return the model in training mode: the same weights in all processes, then own seeds."""
+        seed, rank = recipe.train.seed, self.processes.rank
+        section = recipe.model
+        if resumes:  # do not load weights that the checkpoint's replace
+            section = section.model_copy(update={"init_from": None})
+        seed_all(seed)
+        model = build_model(section, config, task)
+        if rank:
+            seed_all(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
         model.train()
-        if options.gradient_checkpointing:
+        if recipe.train.gradient_checkpointing:
             from ssmzoo.modeling.compat import enable_gradient_checkpointing
 
             enable_gradient_checkpointing(model)
-        beta1, beta2 = options.betas
-        optimizer = make_optimizer(
-            model,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            betas=(beta1, beta2),
-            groups={
-                name: group.model_dump(exclude_none=True) for name, group in options.groups.items()
-            },
-        )
-        accelerator = self._accelerator = processes.accelerator
-        if not accelerator.is_fsdp2:  # a model may be too large for a device until it is sharded
-            cast("torch.nn.Module", model).to(accelerator.device)
+        return model
+
+    def _add_adapter(self, model: PreTrainedModel, recipe: Recipe) -> StateAdapter | None:
+        """Let a model start from trained states, if the recipe asks for them."""
+        from ssmzoo.modeling import add_state_adapter
+        from ssmzoo.modeling.stock import choose_kernels
+
+        if recipe.adapter is None:
+            return None
+        # stock models start from zeros
+        choose_kernels(model, bool(recipe.model.stock))
+        return add_state_adapter(model)
+
+    def _place(self, model: PreTrainedModel, recipe: Recipe) -> None:
+        """Move a model to the device and let it run on our kernels, which depend on the device."""
+        from ssmzoo.modeling.stock import choose_kernels
+
+        if not self._accelerator.is_fsdp2:  # it may be too large for a device until it is sharded
+            cast("torch.nn.Module", model).to(self._accelerator.device)
         if self.adapter is None:
-            choose_kernels(model, stock)
-        self.recurrent = accelerated(model)
-        self.objective = _objective(model, recipe, task, processes.row)  # of what it runs on
-        self.model, prepared = accelerator.prepare(model, optimizer)
+            choose_kernels(model, bool(recipe.model.stock))
+
+    def _prepare(self, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        """Let Accelerate wrap model and optimizer."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.model, prepared = self._accelerator.prepare(model, optimizer)
         # not through the wrapper, which looks for a package at every step
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
-        self.bare: PreTrainedModel = accelerator.unwrap_model(self.model)
+        self.bare: PreTrainedModel = self._accelerator.unwrap_model(self.model)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._project: Callable[[], None] | None = getattr(self.bare, "project_parameters", None)
         if isinstance(self.model, DistributedDataParallel):
             settle_buckets(self.model)
             self.optimizer.zero_grad()
-        self._project: Callable[[], None] | None = getattr(self.bare, "project_parameters", None)
-        # not prepared: Accelerate's wrapper steps once for every process
-        self.schedule = Schedule(self.optimizer, options, plan, higher=self.objective.higher)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._largest_norm = options.clip or math.inf
-        self._pending: list[torch.Tensor] = []
 
     def read(self, source: RowSource[Any]) -> Step:
         """Read one step's micro-batches; this runs in a thread, ahead of the training.
@@ -163,15 +168,12 @@ class Learner:
             source.position(),
         )
 
-    def take(self, step: Step, total: torch.Tensor | int) -> float:
-        """Take a step: forward, backward, clip, update, project.
+    def update(self, step: Step, total: torch.Tensor | int) -> None:
+        """Update the model by a step: forward, backward, clip, optimizer, projection, rates.
 
         Args:
             step: What :meth:`read` gave.
             total: The step's targets over all processes.
-
-        Returns:
-            Its learning rate.
         """
         import torch
 
@@ -194,11 +196,9 @@ class Learner:
         self.optimizer.step()
         if self._project is not None:
             self._project()
-        rate: float = self.optimizer.param_groups[0]["lr"]
         self.schedule.step()
         self.optimizer.zero_grad()
         self._pending.append(torch.stack([torch.as_tensor(loss_of_step), gathered(norm)]))
-        return rate
 
     def collect(self) -> list[tuple[float, float]]:
         """Bring loss and gradient norm of each step since the last call from the device."""
@@ -210,7 +210,7 @@ class Learner:
         self._pending.clear()
         values[:, 0] = self.processes.sum(values[:, 0].clone())
         pairs = [(loss, norm) for loss, norm in values.tolist()]
-        self.schedule.saw(loss for loss, _ in pairs)
+        self.schedule.observe_losses(loss for loss, _ in pairs)
         return pairs
 
     def gauges(self, step: Step) -> dict[str, list[float]]:
@@ -224,11 +224,24 @@ class Learner:
     def forward(
         self, model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: Any
     ) -> Any:
-        """Return what a model makes of a batch, moved to the device, in the run's precision."""
+        """Return a model's output for a batch, moved to the device, in the run's precision."""
         device = self._accelerator.device
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with self._accelerator.autocast():  # which Accelerate leaves to us where it shards
             return model(**moved, **{**self.objective.options, **options})
+
+
+def _optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optimizer:
+    options = recipe.train
+    beta1, beta2 = options.betas
+    groups = {name: group.model_dump(exclude_none=True) for name, group in options.groups.items()}
+    return make_optimizer(
+        model,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        betas=(beta1, beta2),
+        groups=groups,
+    )
 
 
 def _objective(
@@ -250,10 +263,10 @@ def _objective(
         objective = CausalLM(model, packs=packs)
     else:
         objective = labelled(model, task)
-    if stop is not None and stop.metric not in objective.measured:
+    if stop is not None and stop.metric not in objective.metric_names:
         raise ValueError(
-            f"train.stop_at.metric must be one of {', '.join(objective.measured)}, which this run "
-            f"measures, got {stop.metric!r}"
+            f"train.stop_at.metric must be one of {', '.join(objective.metric_names)}, which this "
+            f"run measures, got {stop.metric!r}"
         )
     return objective
 

@@ -1,4 +1,4 @@
-"""A run that is told to stop by a signal: it stops where nothing of its work is lost."""
+"""Stopping a run by a signal, where none of its work is lost."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# what clusters send before they take a machine or time is up, what their users ask them to send,
-# a terminal that is closed, and Ctrl-C; Ctrl-\\ (SIGQUIT) is left to end at once what hangs
+# from clusters that take a machine or whose time is up, from users, from a closed terminal, and
+# Ctrl-C; Ctrl-\\ (SIGQUIT) is left to end at once a run that hangs
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGUSR1,
@@ -101,8 +101,8 @@ class StopRequest:
             self.signal, self._came = number, time.monotonic()
             if self._at_once:
                 raise Stopped(number)
-        # the system repeats SIGXCPU every second; a launcher passes on what its processes have got
-        # already, and kills those that are slow
+        # the system repeats SIGXCPU every second; a launcher passes signals on that its processes
+        # have already, and kills slow ones
         elif (
             number != signal.SIGXCPU
             and "WORLD_SIZE" not in os.environ

@@ -9,49 +9,42 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssmzoo.data.sources import data_source
 from ssmzoo.environment.hardware import numeric_variables
 from ssmzoo.family import foreign_versions
 from ssmzoo.recipe import Recipe
-from ssmzoo.training.checkpoint import (
-    Progress,
-    checkpoints,
-    gather,
-    restore_run,
-    save_checkpoint,
-    step_of,
-)
+from ssmzoo.training import run_state
+from ssmzoo.training.checkpoint import checkpoints, save_checkpoint, step_of
 from ssmzoo.training.curves import require_curves
 from ssmzoo.training.distributed import Processes, Sums
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.metrics import MetricsFile, finite, in_words
+from ssmzoo.training.log import RunLog
+from ssmzoo.training.metrics import finite
 from ssmzoo.training.model import build_config
-from ssmzoo.training.optimizer import Plan, require_ahead
+from ssmzoo.training.schedule import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
-from ssmzoo.training.validation import is_best, measure_checkpoint, measure_held_out, scores_of_test
+from ssmzoo.training.validation import (
+    Metrics,
+    evaluate_checkpoint,
+    evaluate_parts,
+    is_best,
+    test_scores,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from accelerate import Accelerator
 
-    from ssmzoo.training.shards import Background
-
-logger = logging.getLogger("ssmzoo")
-metrics_logger = logging.getLogger("ssmzoo.metrics")
-
 T = TypeVar("T")
-Metrics: TypeAlias = dict[str, float | int | None]
 
 
 class NotFiniteError(RuntimeError):
@@ -80,13 +73,45 @@ class Run:
         request: StopRequest,
         *,
         resume: bool,
-        stock: bool = False,
     ) -> None:
-        from ssmzoo.modeling import SSMConfig
-        from ssmzoo.modeling.sequence_parallel import require_passing
+        from ssmzoo.training.shards import Background
 
         self.recipe, self.folder, self.finished = recipe, folder, False
         processes = self.processes = Processes(accelerator, request)
+        self._join_processes()
+        checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
+        processes.require_shared(folder.path)
+        done = 0 if checkpoint is None else step_of(checkpoint)
+        require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
+        source = self.source = processes.main_first(lambda: data_source(recipe))
+        self.config = build_config(recipe.model, source.tokenizer, source.task)
+        self._require_pieces()
+        manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
+        share = {"rank": processes.reader, "world": processes.readers}
+        self.data = source.open(folder.cache, manifest, **share)
+        self.plan = Plan.of(recipe, self.data.epoch_rows)
+        require_ahead(recipe, self.plan.total, done)
+        self.progress = run_state.Progress()
+        self.learner = Learner(
+            processes, recipe, self.config, self.plan, source.task, resumes=checkpoint is not None
+        )
+        for examples in self.data.lengths.values():
+            self.learner.objective.batch(next(iter(examples)))  # fails where they are too long
+        if checkpoint is not None:
+            run_state.restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
+            if self.data.validation and self.progress.lacks_last_validation(self.plan.total):
+                self.progress.validation_due = True
+        self._background = Background(processes.count)
+        self._new_tokens = 0  # of this process, since the last line
+        # not before all is checked
+        processes.on_main(
+            lambda: folder.describe(recipe, manifest, _facts(self), step=self.progress.step)
+        )
+        processes.ready = True
+
+    def _join_processes(self) -> None:
+        """Check that all processes have one recipe that so many can train, and group them."""
+        recipe, processes = self.recipe, self.processes
         processes.require_same(recipe)  # before groups are made as the recipe says
         if recipe.adapter is not None and processes.count > 1:
             raise ValueError(
@@ -97,93 +122,30 @@ class Run:
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
         if recipe.log.curves:
             processes.on_main(require_curves)
-        checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
-        processes.require_shared(folder.path)
-        done = 0 if checkpoint is None else step_of(checkpoint)
-        require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
-        source = self.source = processes.main_first(lambda: data_source(recipe))
-        self.config = build_config(recipe.model, source.tokenizer, source.task)
-        if processes.row is not None:  # before the data is made ready, too
-            if isinstance(self.config, SSMConfig):
-                require_passing(self.config)
-            elif stock:
-                raise ValueError(
-                    "train.sequence_parallel must be 1 with --stock (stock=True), got "
-                    f"{processes.pieces}: the states of rows in pieces go through ssmzoo's "
-                    "kernels; leave out --stock"
-                )
-        manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
-        share = {"rank": processes.reader, "world": processes.readers}
-        self.data = source.open(folder.cache, manifest, **share)
-        self.plan = Plan.of(recipe, self.data.epoch_rows)
-        require_ahead(recipe, self.plan.total, done)
-        self.progress = Progress()
-        self.learner = Learner(
-            processes, recipe, self.config, self.plan, source.task, checkpoint, stock=stock
-        )
-        for examples in self.data.lengths.values():
-            self.learner.objective.batch(next(iter(examples)))  # fails where they are too long
-        if checkpoint is not None:
-            restore_run(checkpoint, self.learner, self.progress, recipe, self.data.train)
-            if self.data.validation and self.progress.lacks_last_validation(self.plan.total):
-                self.progress.validation_due = True
-        self._background: Background | None = None
-        if processes.count > 1:
-            from ssmzoo.training.shards import Background
 
-            self._background = Background()
-        self._new_tokens = 0  # of this process, since the last line
-        # not before all is checked
-        processes.on_main(
-            lambda: folder.describe(recipe, manifest, self._facts(), step=self.progress.step)
-        )
-        processes.ready = True
+    def _require_pieces(self) -> None:
+        """Check that a model which reads rows in pieces can pass its states on."""
+        from ssmzoo.modeling import SSMConfig
+        from ssmzoo.modeling.sequence_parallel import require_passing
 
-    def _facts(self) -> dict[str, Any]:
-        from ssmzoo_kernels.machine import environment, hardware
-
-        accelerator = self.processes.accelerator
-        recurrent = sorted(set(self.learner.recurrent.values()))
-        return {
-            "model_type": self.config.model_type,
-            **({"recurrent_layers": recurrent} if recurrent else {}),
-            "hardware": hardware(accelerator.device),
-            "environment": environment(),
-            "versions": foreign_versions(self.config),
-            "variables": numeric_variables(),
-            "processes": self.processes.count,
-            **({"sequence_parallel": self.processes.pieces} if self.processes.row else {}),
-            "dtype": "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
-        }
+        if self.processes.row is None:
+            return
+        if isinstance(self.config, SSMConfig):
+            require_passing(self.config)
+        elif self.recipe.model.stock:
+            raise ValueError(
+                "train.sequence_parallel must be 1 with --stock (model.stock), got "
+                f"{self.processes.pieces}: the states of rows in pieces go through ssmzoo's "
+                "kernels; leave out --stock"
+            )
 
     def go(self) -> None:
         """Train to the last step, write the model, and test it."""
-        from tqdm import tqdm
-
-        progress, main = self.progress, self.processes.main
-        self._metrics = None
-        if main:
-            self._metrics = MetricsFile(
-                self.folder.metrics,
-                after_step=progress.step,
-                logged=not progress.meter.waiting,
-                judged=not progress.validation_due,
-            )
-        self._bar = tqdm(
-            total=self.plan.total,
-            initial=progress.step,
-            desc="train",
-            unit="step",
-            disable=None if main else True,
-        )
-        try:
-            with self._background or nullcontext():
+        with RunLog(self.folder.metrics, self.progress, self.plan, main=self.processes.main) as log:
+            self._log = log
+            with self._background:
                 self._loop()
-        finally:
-            self._bar.close()
-            if self._metrics is not None:
-                self._metrics.close()
-        best = progress.best_step(self.recipe)
+        best = self.progress.best_step(self.recipe)
         final = self.processes.on_main(lambda: self.folder.final(best))
         test, lengths = self._test(final)
         self.processes.on_main(lambda: self._finish(final, test, lengths))
@@ -215,7 +177,7 @@ class Run:
                 continue
             self._collect()
             if logs:
-                self._log(read)
+                self._log_losses(read)
             with progress.meter.paused():
                 self._validate_and_save(read.position, validates=validates, saves=saves, told=told)
             if progress.stopped:
@@ -233,10 +195,10 @@ class Run:
         if self.processes.count > 1:
             sums = Sums(self.processes.accelerator, [total, *self._requests()])
             total = sums.values[0]
-        self.progress.rate = self.learner.take(read, total)
+        self.learner.update(read, total)
         self.progress.step += 1
         self._new_tokens += read.tokens
-        self._bar.update()
+        self._log.advance()
         if sums is None:
             return self._requests()
         targets, *requests = sums.read()
@@ -287,6 +249,7 @@ class Run:
         pairs = self.learner.collect()
         for step, (loss, norm) in enumerate(pairs, progress.step - len(pairs) + 1):
             if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._background.wait()
                 good = checkpoints(self.folder.checkpoints)
                 way_out = f"the last good checkpoint is {good[-1]}" if good else "no checkpoint yet"
                 raise NotFiniteError(
@@ -301,41 +264,32 @@ class Run:
         A resumed run has no step at hand to read them from, and must write the same line.
         """
         if self.progress.meter.waiting:
-            self._log(None)
+            self._log_losses(None)
 
-    def _log(self, read: Step | None) -> None:
-        progress = self.progress
-        line: dict[str, Any] = progress.meter.line(progress.tokens)
-        line = {"step": progress.step, "tokens": progress.tokens, "lr": progress.rate, **line}
+    def _log_losses(self, read: Step | None) -> None:
+        progress, rate = self.progress, self.learner.schedule.rate
+        means = progress.meter.line(progress.tokens)
+        line: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "lr": rate}
+        line |= means
         if self.plan.epoch_steps is not None:
             line["epoch"] = round(progress.step / self.plan.epoch_steps, 6)
         if read is not None and (gauges := self.learner.gauges(read)):
             line["gauges"] = gauges
-        self._write(line)
-        shown = {"loss": f"{line['loss']:.3f}"}
-        if "tokens_per_second" in line:
-            shown["tok/s"] = f"{line['tokens_per_second']:,.0f}"
-        self._bar.set_postfix(shown)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(**line)
-            if self._bar.disable:  # as away from a terminal
-                metrics_logger.info("%s", in_words(line, self.plan.total))
+        self._log.write(line)
 
     def _validate(self) -> bool:
-        """Measure what is held out; return whether the model is the best so far."""
-        progress, objective = self.progress, self.learner.objective
-        metrics = measure_held_out(self.learner, self.data.validation.after(progress.step))
+        """Evaluate the held-out data; return whether the model is the best so far."""
+        progress, objective, learner = self.progress, self.learner.objective, self.learner
+        metrics = evaluate_parts(learner, self.data.validation.after(progress.step), learner.model)
         stop = self.recipe.train.stop_at
         progress.stopped = stop is not None and stop.reached(metrics)
         if progress.stopped:
             self._log_rest()
         known = finite(metrics)
         line = {f"validation_{name}": value for name, value in known.items()}
-        self._write({"step": progress.step, "tokens": progress.tokens, **line})
+        self._log.write({"step": progress.step, "tokens": progress.tokens, **line})
         progress.validation_due, progress.validated = False, progress.step
-        self.learner.schedule.judge(metrics[objective.metric])
+        learner.schedule.observe_validation(metrics[objective.metric])
         best = is_best(metrics, progress.best, stop.metric if stop else objective.metric)
         if best:
             progress.best = {"step": progress.step}
@@ -343,18 +297,17 @@ class Run:
         return best
 
     def save(self, position: dict[str, Any]) -> None:
-        """Write a checkpoint, with this process's position in the data.
+        """Begin to write a checkpoint, with this process's position in the data.
 
-        Of several processes each writes its own while the training goes on.
+        Each process writes its own tensors while the training goes on.
         """
         tokenizer, task = self.source.tokenizer, self.source.task
         processor = None if task is None else task.processor
-        if self._background is not None:
-            self._background.wait()  # before more memory is taken
-        part, rest = gather(
+        self._background.wait()  # before more memory is taken
+        write_part, write_rest = run_state.gather(
             self.learner, self.progress, self.recipe, position, tokenizer, processor
         )
-        save = partial(
+        save_folder = partial(
             save_checkpoint,
             self.folder.checkpoints,
             self.progress.step,
@@ -362,54 +315,61 @@ class Run:
             spare=self.progress.best_step(self.recipe),
         )
 
-        def save_here() -> None:
-            assert self._metrics is not None
-            self._metrics.sync()
-            if part is None:
-                save(rest)
+        def write_lines() -> None:
+            self._log.sync()
             if self.recipe.log.curves:
-                self.folder.draw(self._title(), self.learner.objective.loss)
+                self.folder.draw(self._title(), self.learner.objective.loss_name)
 
-        self.processes.on_main(save_here)
-        if self._background is not None:
-            assert part is not None
-            self._background.start(save, part, rest)
+        self.processes.on_main(write_lines)
+        self._background.start(save_folder, write_part, write_rest)
         self._saved = time.monotonic()
 
     def _test(self, final: Path) -> tuple[Metrics | None, dict[str, Metrics]]:
-        """Measure the checkpoint that becomes the model: the test split, and other lengths."""
+        """Evaluate the checkpoint that becomes the model: the test split, and other lengths."""
         parts: dict[str, Any] = {str(length): rows for length, rows in self.data.lengths.items()}
         if self.data.test is not None:
             parts["test"] = self.data.test
-        if not parts:
-            return None, {}
-        measured = measure_checkpoint(self.learner, parts, final)
-        lengths: dict[str, Metrics] = {name: finite(found) for name, found in measured.items()}
-        for name, found in lengths.items():
-            if None in found.values():
-                where = "of the test split" if name == "test" else f"at {name} tokens"
-                logger.warning("the metrics %s are not all finite numbers", where)
+        lengths = evaluate_checkpoint(self.learner, parts, final) if parts else {}
         test = lengths.pop("test", None)
         return test and {"step": step_of(final), **test}, lengths
 
     def _finish(self, final: Path, test: Metrics | None, lengths: dict[str, Metrics]) -> None:
         progress, objective = self.progress, self.learner.objective
-        judged = {"best": progress.best, "test": test, "lengths": lengths or None}
+        facts = {"best": progress.best, "test": test, "lengths": lengths or None}
         self.folder.finish(
             final,
-            scores=None if test is None else scores_of_test(test, objective, self.recipe),
+            scores=None if test is None else test_scores(test, objective, self.recipe),
             model_type=self.config.model_type,
             parameters=self.learner.bare.num_parameters(),
             step=progress.step,
             tokens=progress.tokens,
             seconds=round(progress.meter.seconds, 1),
-            **{name: value for name, value in judged.items() if value is not None},
+            **{name: value for name, value in facts.items() if value is not None},
         )
         if self.recipe.log.curves:
-            self.folder.draw(self._title(), objective.loss, now=True)
+            self.folder.draw(self._title(), objective.loss_name, now=True)
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.learner.bare.num_parameters():,} parameters"
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """Return what ``run.json`` tells of a run beside recipe, data, time and versions."""
+    from ssmzoo_kernels.machine import environment, hardware
+
+    accelerator = run.processes.accelerator
+    recurrent = sorted(set(run.learner.recurrent.values()))
+    return {
+        "model_type": run.config.model_type,
+        **({"recurrent_layers": recurrent} if recurrent else {}),
+        "hardware": hardware(accelerator.device),
+        "environment": environment(),
+        "versions": foreign_versions(run.config),
+        "variables": numeric_variables(),
+        "processes": run.processes.count,
+        **({"sequence_parallel": run.processes.pieces} if run.processes.row else {}),
+        "dtype": "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
+    }
 
 
 def _ahead(function: Callable[[], T], count: int) -> Iterator[T]:

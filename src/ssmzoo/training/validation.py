@@ -1,15 +1,17 @@
-"""How a model is measured while it trains and at the end, and what follows from that."""
+"""How a model is evaluated while it trains and at the end, and which validation is the best."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ssmzoo.recipe import HIGHER_IS_BETTER, Recipe
-from ssmzoo.training.model import load_for_task
+from ssmzoo.training.consolidate import load_checkpoint
+from ssmzoo.training.metrics import finite
 from ssmzoo.training.objectives import Objective
 from ssmzoo.training.step import Learner
 
@@ -18,16 +20,20 @@ if TYPE_CHECKING:
 
     from ssmzoo.evaluation.results import Score
 
+logger = logging.getLogger("ssmzoo")
 
-def measure_held_out(
-    learner: Learner, parts: Iterable[Any], model: nn.Module | None = None
+Metrics: TypeAlias = dict[str, float | int | None]  # None for what is no finite number
+
+
+def evaluate_parts(
+    learner: Learner, parts: Iterable[Any], model: nn.Module
 ) -> dict[str, float | int]:
     """Return the objective's metrics of held-out parts, over all processes.
 
     Args:
-        learner: Its objective measures.
+        learner: Its objective has the metrics.
         parts: This process's; as many in every process.
-        model: Another model than the learner's.
+        model: The learner's, or another one.
 
     Raises:
         Stopped: A process was told to stop.
@@ -36,12 +42,11 @@ def measure_held_out(
     import torch
 
     objective, processes = learner.objective, learner.processes
-    judged = learner.model if model is None else model
     sums = objective.zeros(processes.accelerator.device)
-    judged.eval()
+    model.eval()
     with torch.no_grad():
         for part in parts:
-            sums += objective.judged(partial(learner.forward, judged), part)
+            sums += objective.evaluate(partial(learner.forward, model), part)
             processes.stop_if_told()
     learner.model.train()
     sums = processes.sum(sums)
@@ -50,20 +55,28 @@ def measure_held_out(
     return objective.metrics(sums)
 
 
-def measure_checkpoint(
+def evaluate_checkpoint(
     learner: Learner, parts: Mapping[str, Iterable[Any]], checkpoint: Path
-) -> dict[str, dict[str, float | int]]:
-    """Return, by name, the metrics of a checkpoint's model; see :func:`measure_held_out`."""
+) -> dict[str, Metrics]:
+    """Return, by name, the metrics of a checkpoint's model; see :func:`evaluate_parts`.
+
+    ``parts`` are the test split, named ``test``, and held-out data of other lengths.
+    """
     from ssmzoo.modeling import load_state_adapter
     from ssmzoo.modeling.stock import accelerate
 
-    model = load_for_task(str(checkpoint), task=learner.task, what="the checkpoint")
-    model = cast("nn.Module", model).to(learner.processes.accelerator.device)
+    model = cast("nn.Module", load_checkpoint(checkpoint))
+    model = model.to(learner.processes.accelerator.device)
     if any(not kernels.startswith("stock") for kernels in learner.recurrent.values()):
         accelerate(model)
     if learner.adapter is not None:
         load_state_adapter(checkpoint, model)
-    return {name: measure_held_out(learner, some, model) for name, some in parts.items()}
+    found = {name: finite(evaluate_parts(learner, some, model)) for name, some in parts.items()}
+    for name, metrics in found.items():
+        if None in metrics.values():
+            where = "of the test split" if name == "test" else f"at {name} tokens"
+            logger.warning("the metrics %s are not all finite numbers", where)
+    return found
 
 
 def is_best(metrics: Mapping[str, float], before: Mapping[str, float] | None, metric: str) -> bool:
@@ -78,12 +91,12 @@ def _rank(metrics: Mapping[str, float], metric: str) -> tuple[float, float]:
     return sign * metrics[metric], -metrics.get("loss", math.inf)
 
 
-def scores_of_test(
+def test_scores(
     test: Mapping[str, float | None], objective: Objective, recipe: Recipe
 ) -> list[Score]:
     """Return a test's metrics in the form of ``ssmzoo eval``."""
     scores: list[Score] = []
-    for metric in objective.scored:
+    for metric in objective.test_metrics:
         value, n = test[metric], test["examples" if metric == "exact_match" else "targets"]
         assert n is not None  # a count
         # answers of several labels are not independent of one another, examples are
