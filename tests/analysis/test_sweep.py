@@ -411,7 +411,7 @@ def test_set_adds_a_model_to_a_sweep(tmp_path, capsys):
 def commands_of_sweeps():
     """Return the commands that pages give, and the verb's own example, as their arguments."""
     root = Path(__file__).parents[2]
-    pages = [root / name for name in ("README.md", "USING.md", "eval/zoo.md")]
+    pages = [root / name for name in ("README.md", "docs/evaluate.md", "eval/zoo.md")]
     text = "\n".join([*(page.read_text(encoding="utf-8") for page in pages), SWEEP_VERB.example])
     found = re.findall(r"ssmzoo (sweep zoo [^`\n#]*)", text)
     return [shlex.split(command) for command in found]
