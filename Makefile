@@ -120,7 +120,7 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 	  $(PY) -m ssmzoo card $$card $(addprefix --results ,$(RESULTS)) || exit 1; \
 	done
 
-pages: $(INSTALLED) ## Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md from committed results
+pages: $(INSTALLED) ## Write the tables of docs/speed.md, eval/papers.md and eval/zoo.md from committed results
 	$(PY) eval/pages.py
 
 site: $(INSTALLED) ## Build the site of all pages into build/site
@@ -129,7 +129,7 @@ site: $(INSTALLED) ## Build the site of all pages into build/site
 wheel: $(INSTALLED) ## Build the wheel into dist/
 	$(PY) -m build --wheel --no-isolation
 
-release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) ## Cut, build, check and tag VERSION; uploads nothing (RELEASING.md)
+release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) ## Cut, build, check and tag VERSION; uploads nothing (docs/releasing.md)
 	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) .ci/release.py $(VERSION) $(TWINE)
 
 upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a token

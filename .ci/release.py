@@ -3,8 +3,8 @@
 Usage: python .ci/release.py VERSION TWINE      (make release VERSION=0.1.0)
 
 TWINE is the program that checks what was built. All is made in a work tree of its own. The branch,
-the tag and ``dist`` change at the end, when everything has passed. RELEASING.md says what to do
-when it stops.
+the tag and ``dist`` change at the end, when everything has passed. docs/releasing.md says what to
+do when it stops.
 """
 
 from __future__ import annotations

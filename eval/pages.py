@@ -1,4 +1,4 @@
-"""Write the tables of README, the plugins' pages, eval/papers.md and eval/zoo.md again.
+"""Write the tables of docs/speed.md, the plugins' pages, eval/papers.md and eval/zoo.md again.
 
 Usage: python eval/pages.py
 
@@ -80,7 +80,7 @@ _COSTS = ("parameters", "state_bytes", "flops_per_token")
 def pages() -> list[Path]:
     """Return the pages that hold tables."""
     plugins = sorted(ROOT.glob("plugins/*/README.md"))
-    return [ROOT / "README.md", *plugins, ROOT / "eval/papers.md", ROOT / "eval/zoo.md"]
+    return [ROOT / "docs/speed.md", *plugins, ROOT / "eval/papers.md", ROOT / "eval/zoo.md"]
 
 
 def rendered(page: Path) -> str:

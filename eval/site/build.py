@@ -35,12 +35,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PATTERNS = (
     "*.md",
+    "docs/**/*.md",
     "plugins/README.md",
     "plugins/*/README.md",
     "kernels/README.md",
+    "kernels/benchmarks/README.md",
     "kernels/ssmzoo_kernels/*/README.md",
     "eval/*.md",
-    "eval/recipes/*.md",
 )
 RECIPE = "eval/recipes/reference.md"
 TABLES = "tables.md"

@@ -1,6 +1,6 @@
 """Count what two processes tell each other in a training step, beside the formulas of a page.
 
-    python eval/speed/traffic.py   # half a minute; for eval/recipes/clusters.md
+    python eval/speed/traffic.py   # half a minute; for docs/many-machines.md
 
 A small Longhorn takes a step under DDP and under FSDP2, each layer and the rest sharded, and reads
 a row in two pieces. Counted are the whole tensors of each collective, of which a process sends its

@@ -389,7 +389,7 @@ def loaded(name, *overrides):
 def commands_of_sweeps():
     """Return the commands that pages give, and the verb's own example, as their arguments."""
     root = Path(__file__).parents[2]
-    pages = [root / name for name in ("README.md", "USING.md", "eval/zoo.md")]
+    pages = [root / name for name in ("README.md", "docs/evaluate.md", "eval/zoo.md")]
     text = "\n".join([*(page.read_text(encoding="utf-8") for page in pages), SWEEP_VERB.example])
     found = re.findall(r"ssmzoo (sweep zoo [^`\n#]*)", text)
     return [shlex.split(command) for command in found]

@@ -77,7 +77,7 @@ from ssmzoo.testing.subject import Subject
 
 subject = Subject(load_family("longhorn"))
 model, ids = subject.fresh(), subject.ids(2, 64)
-text = Path("USING.md").read_text(encoding="utf-8")
+text = Path("docs/export.md").read_text(encoding="utf-8")
 (block,) = (x for x in re.findall(r"```python\\n(.*?)```", text, re.DOTALL) if "onnxruntime" in x)
 block = block.replace("my-graph", str(Path(sys.argv[1], "graph")))
 exec(block)

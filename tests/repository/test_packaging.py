@@ -115,7 +115,7 @@ def test_the_citation_names_this_version_and_the_paper_of_every_family():
 def test_the_source_distribution_takes_every_page_and_the_citation():
     with (ROOT / "pyproject.toml").open("rb") as file:
         included = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
-    assert {"/*.md", "/CITATION.cff", "/LICENSE"} <= set(included)
+    assert {"/docs", "/*.md", "/CITATION.cff", "/LICENSE"} <= set(included)
     assert (ROOT / "SECURITY.md").is_file()
 
 

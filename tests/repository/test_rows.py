@@ -1,4 +1,4 @@
-"""The table of plugins/README.md: whatever it tells one to type for a row of the papers exists."""
+"""The table of docs/papers.md: whatever it tells one to type for a row of the papers exists."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,12 @@ from transformers.models.auto.modeling_auto import (
 
 from ssmzoo.analysis.describe import installed_families
 
-PAGE = Path(__file__).resolve().parents[2] / "plugins" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
 TIED = {"vocab_size": 50304, "tie_word_embeddings": True}
 
 
 def rows():
-    section = PAGE.read_text(encoding="utf-8").split("## Systems of the papers' tables\n")[1]
-    lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
+    lines = [x for x in PAGE.read_text(encoding="utf-8").splitlines() if x.startswith("|")]
     assert lines[:2] == ["| paper | table | row | preset |", "|---|---|---|---|"]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 

@@ -53,7 +53,7 @@ print(json.dumps(found | {"file": ssmzoo_toy.__file__}))
 
 
 def test_the_page_on_adding_a_family_shows_this_recipe():
-    page = TOY.parents[1].joinpath("plugins", "README.md").read_text(encoding="utf-8")
+    page = TOY.parents[1].joinpath("docs", "add-a-family.md").read_text(encoding="utf-8")
     assert f"```yaml{RECIPE}```\n" in page
 
 

@@ -1,4 +1,4 @@
-"""A third party's family in three files: it conforms, it installs, plugins/README shows it."""
+"""A third party's family in three files: it conforms, installs, and its page shows it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_three_files_make_a_package_that_pip_installs_and_the_zoo_lists(tmp_path
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_page_on_adding_a_family_shows_the_files_as_they_are(name):
-    page = TOY.parents[1].joinpath("plugins", "README.md").read_text(encoding="utf-8")
+    page = TOY.parents[1].joinpath("docs", "add-a-family.md").read_text(encoding="utf-8")
     language = "toml" if name.endswith(".toml") else "python"
     text = TOY.joinpath(name).read_text(encoding="utf-8")
     assert f"`{name}`\n\n```{language}\n{text}```\n" in page

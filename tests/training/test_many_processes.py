@@ -41,7 +41,7 @@ from ssmzoo.training.run import train
 
 pytestmark = pytest.mark.xdist_group("many_processes")
 
-PAGE = Path(__file__).parents[2] / "eval/recipes/many-processes.md"
+PAGE = Path(__file__).parents[2] / "docs/many-machines.md"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
@@ -52,7 +52,7 @@ def ran(*command, **environment):
         capture_output=True,
         text=True,
         timeout=600,
-        cwd=PAGE.parents[2],
+        cwd=PAGE.parents[1],
         env={**ENVIRONMENT, **environment},
     )
 

@@ -1,4 +1,4 @@
-"""SLURM runs the script of ``clusters.md`` on two machines, stops it in time, and begins it again.
+"""SLURM runs the script of the page on two machines, stops it in time, and begins it again.
 
 The machines are those of ``test_two_machines.py``; on the first one is the controller, too. Needs
 Debian's packages slurm-wlm and munge.
@@ -98,7 +98,7 @@ class Cluster:
         """Submit a script and return the job's number."""
         hold = "" if held is None else f",HELD={held}"
         told = ["--parsable", f"--time={time_limit}", f"--export=ALL{hold}"]
-        place = [f"--chdir={PAGE.parents[2]}", f"--output={self.folder}/job.txt"]
+        place = [f"--chdir={PAGE.parents[1]}", f"--output={self.folder}/job.txt"]
         return self.ask("sbatch", *told, *place, str(script), *map(str, words))
 
     def state(self, job):

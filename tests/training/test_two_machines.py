@@ -1,7 +1,7 @@
 """Two machines train together, and each tells in time that the other is gone.
 
 A machine is a network, a host name and a file of hosts of its own; a switch joins them. They run
-the line of ``clusters.md``.
+the line of ``docs/many-machines.md``.
 """
 
 import os
@@ -32,7 +32,7 @@ from ssmzoo.training.run import train
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "eval/recipes/clusters.md"
+PAGE = Path(__file__).parents[2] / "docs/many-machines.md"
 HOSTS = "127.0.0.1 localhost\n10.0.0.1 one\n10.0.0.2 two\n"
 # a name and hosts of its own, and less patience with who does not answer, for a command in a
 # network of its own
@@ -136,7 +136,7 @@ def started(shared, output, processes, held=None):
                     [*place, *named, *words],
                     stdout=said,
                     stderr=said,
-                    cwd=PAGE.parents[2],
+                    cwd=PAGE.parents[1],
                     env={**ENVIRONMENT, **hold},
                 )
         yield both
