@@ -34,7 +34,7 @@ SHARD_BYTES = 4 << 20  # of a jsonl file
 
 
 class _Documents:
-    """What files and data sets share.
+    """The base of both kinds of documents.
 
     Attributes:
         field: The recipe's field that names the documents.
@@ -127,7 +127,7 @@ class DatasetDocuments(_Documents):
     def find(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Return, as JSON, a folder's ``files``, or the Hub's data set and the commit found first.
 
-        Configuration and split belong to both: they say which documents are read.
+        Configuration and split belong to both: they choose the documents.
 
         Args:
             before: What this method returned when the run began.

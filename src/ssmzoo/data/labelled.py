@@ -17,7 +17,7 @@ from ssmzoo.tasks import Batch, Supervised
 
 
 class Examples(NamedTuple):
-    """Some examples: what a micro-batch is made of."""
+    """The examples of a micro-batch."""
 
     batch: Batch
     counts: bool = True  # False for a stand-in
@@ -61,7 +61,7 @@ class ExampleSource:
         return part
 
     def position(self) -> dict[str, Any]:
-        """Return, as JSON, where all processes stand between two steps."""
+        """Return, as JSON, the position of all processes between two steps."""
         return {"epoch": self._epoch, "row": self._row}
 
     def seek(self, *positions: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ class HeldOutExamples:
     Args:
         task: The split.
         count: So many of its examples, over all processes. Fewer than all are drawn, always the
-            same ones: many splits lie in the order of their classes.
+            same ones: many splits are sorted by class.
         n: Examples a batch.
         epoch: Which examples, where a split is drawn anew.
     """

@@ -1,6 +1,6 @@
-"""The files that paths, folders and globs stand for: found, described, and found again unchanged.
+"""Find the files that paths, folders and globs name, and check that they are unchanged on a resume.
 
-A folder stands for the files below it, through links too. A file with several names is one.
+A folder names all files below it, through links too. A file with several names is one file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMPILED = "__pycache__"
 
 
 def expand(paths: Sequence[str], field: str) -> list[Path]:
-    """Return the files that paths, folders and globs stand for, in a stable order, none twice.
+    """Return the files that paths, folders and globs name, in a stable order, none twice.
 
     Links are followed; of several names of a file the first one counts. A warning tells of links
     that lead nowhere.
@@ -60,7 +60,7 @@ def whole_folder(pattern: str) -> Path | None:
 
 
 def _matching(pattern: str, field: str) -> Iterator[Path]:
-    """Yield what matches a glob; below ``**`` nothing that is hidden, and no folder twice."""
+    """Yield the files that match a glob; below ``**`` no hidden ones, and no folder twice."""
     rooted = pattern if pattern.startswith("/") else f"./{pattern}"
     base, _, rest = (f"{rooted}/*" if rooted.endswith("/**") else rooted).partition("/**/")
     if not rest or "**" in rest or "/." in f"/{rest}":
@@ -73,7 +73,7 @@ def _matching(pattern: str, field: str) -> Iterator[Path]:
 
 
 def _below(folder: Path, field: str) -> Iterator[Path]:
-    """Yield what is no folder below a folder and is not hidden, no folder's content twice."""
+    """Yield the files below a folder that are not hidden, no folder's content twice."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(f"{field}: {error.filename} cannot be read: {reason_of(error)}")
@@ -117,8 +117,8 @@ def same_files(
     are; files of a stream, whose content is not read, if name, size and time are.
 
     Args:
-        manifest: What :func:`file_manifest` found before.
-        files: What there is now.
+        manifest: The result of :func:`file_manifest` when the run began.
+        files: The files there are now.
         root: A folder in which a file's name is its path, None where it is the path's last part.
 
     Raises:

@@ -33,7 +33,7 @@ class Shard(Iterator[str]):
 
     Args:
         texts: The documents.
-        position: Returns, as JSON, where the reading stands.
+        position: Returns the reading position as JSON.
     """
 
     def __init__(self, texts: Iterator[str], position: Callable[[], Any]) -> None:
@@ -54,7 +54,7 @@ def read_files(
 
     Args:
         kind: ``text``, ``jsonl`` or ``parquet``.
-        files: What :func:`expand` found.
+        files: The files.
         text_field: Where the text is in a record of a jsonl or parquet file.
         skip_binary: Leave out files that are not UTF-8 text, with one warning, instead of failing.
 
@@ -111,7 +111,7 @@ class _Line(NamedTuple):
 
 
 def _opened(file: Path) -> BinaryIO:
-    """Open a file, or what it unpacks to."""
+    """Open a file, and unpack it if it is compressed."""
     return cast("BinaryIO", (gzip.open if file.suffix == ".gz" else open)(file, "rb"))
 
 

@@ -23,7 +23,7 @@ TASK_BLOCK = 1024  # rows of a task that are drawn together
 
 
 class Rows(NamedTuple):
-    """Some rows: what a micro-batch is made of."""
+    """The rows of a micro-batch."""
 
     input_ids: np.ndarray  # [n, L] int64
     labels: np.ndarray  # [n, L] int64, -100 where nothing is to be predicted
@@ -52,7 +52,7 @@ class RowSource(Protocol[Part]):
         ...
 
     def position(self) -> dict[str, Any]:
-        """Return, as JSON, where this process stands."""
+        """Return this process's position as JSON."""
         ...
 
     def seek(self, *positions: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class NumberedRows(ABC):
         return self.rows(range(first, first + n))
 
     def position(self) -> dict[str, Any]:
-        """Return, as JSON, where all processes stand."""
+        """Return the position of all processes as JSON."""
         return {"row": self._next}
 
     def seek(self, *positions: dict[str, Any]) -> None:
@@ -119,8 +119,8 @@ class PackedRows(NumberedRows):
         spans: Beginning and end of each document [n, 2].
         seq_len: Tokens a row.
         seed: Of the order.
-        what: What the tokens are, for messages: "training" or "held-out".
-        field: Of the recipe, for messages: what says the length.
+        what: The use of the tokens, for errors: "training" or "held-out".
+        field: The recipe's field that sets the length, for errors.
 
     Raises:
         ValueError: Fewer tokens than one row.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Data:
-    """What a process of a run reads.
+    """The data that a process of a run reads.
 
     Attributes:
         train: The rows, or labelled examples, to train on.
@@ -49,7 +49,7 @@ class Data:
         epoch_rows: Rows an epoch over all processes; None for endless data.
         test: As ``validation``, of a task's test split; None if there is none.
         lengths: As ``test``, or of rows as ``validation``, by each of ``eval.lengths``.
-        close: Ends what works for it.
+        close: Ends its worker processes.
     """
 
     train: RowSource[Any]
@@ -96,7 +96,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
-        """Open one process's share of what :meth:`prepare` made ready.
+        """Open one process's part of the data that :meth:`prepare` made ready.
 
         Raises:
             ValueError: Too little text for one row, or held-out rows with nothing to predict.
@@ -181,7 +181,7 @@ class _Text(_RowData):
         return manifest
 
     def _named_held_out(self, manifest: dict[str, Any]) -> TokenStore | None:
-        """Return what the named paths or splits hold, None if none are named."""
+        """Return the tokens of the paths or splits held out by name, None if there are none."""
         if not isinstance(self.recipe.data.validation, list):
             return None
         need = None if self._documents.reads_all_held_out else self._wanted * self._seq_len
@@ -190,7 +190,7 @@ class _Text(_RowData):
     def _packed_held_out(
         self, store: TokenStore | None, spans: np.ndarray | None, rank: int, world: int
     ) -> tuple[HeldOutRows, dict[int, HeldOutRows]]:
-        """Return what a validation reads, and what the finished model reads at other lengths."""
+        """Return held-out rows of ``train.seq_len`` tokens, and of each of ``eval.lengths``."""
         if store is None:
             return HeldOutRows(), {}
         spans = store.spans if spans is None else spans
@@ -276,8 +276,8 @@ class GeneratedRows(_RowData):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         name = self._name = str(recipe.data.task)
-        said = ("num_examples", "seed", "seq_len")
-        own = tasks.task_arguments(name, getattr(tasks, name), recipe.data.task_args, said)
+        elsewhere = ("num_examples", "seed", "seq_len")
+        own = tasks.task_arguments(name, getattr(tasks, name), recipe.data.task_args, elsewhere)
         self._arguments = {**own, "seq_len": self._seq_len}
         self.tokenizer = tasks.symbol_tokenizer(own["vocab_size"])
 
@@ -289,7 +289,7 @@ class GeneratedRows(_RowData):
         return {**manifest, "digest": json_digest(manifest, self.recipe.data.text_field)}
 
     def open(self, cache: Path, manifest: dict[str, Any], *, rank: int = 0, world: int = 1) -> Data:
-        """Open rows that nobody has seen, and others to validate with."""
+        """Open rows that are always new, and others to validate on."""
         seed, count = self.recipe.train.seed, self.recipe.data.validation or 0
         other = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])
 
@@ -340,7 +340,7 @@ class LabelledExamples(DataSource):
             "source": "task",
             "task": {"name": data.task, **arguments, "seed": self.recipe.train.seed},
             "examples": {name: len(task) for name, task in splits._asdict().items()},
-            # what the data set holds, not only what it is called
+            # the content of the data set, not only its name
             "first": [_digest_of_first(task) for task in splits],
         }
         manifest["digest"] = json_digest(manifest)
@@ -377,12 +377,12 @@ class LabelledExamples(DataSource):
 
 
 def json_digest(*parts: Any) -> str:
-    """Return the sha256 of what can be written as JSON."""
+    """Return the sha256 of some values, written as JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def without_places(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a manifest is content: not where files lie, nor when they came there."""
+    """Return a manifest without its files' folders and times: its content."""
     return {
         key: [[Path(f["path"]).name, f["bytes"], f["sha256"]] for f in value]
         if key.endswith("files")
@@ -392,7 +392,7 @@ def without_places(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_folder(manifest: dict[str, Any]) -> str:
-    """Return a digest of all but the folder that the examples lie in."""
+    """Return a digest of a manifest without the folder of its examples."""
     task = {name: value for name, value in manifest["task"].items() if name != "data"}
     return json_digest(task, manifest["examples"], manifest["first"])
 

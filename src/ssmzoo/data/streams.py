@@ -25,7 +25,7 @@ class StreamedRows(NumberedRows):
     :data:`LANES`, and at most one for :data:`SHARDS_PER_LANE` shards.
 
     Args:
-        shards: What opens each shard.
+        shards: A function for each shard that opens it.
         workers: They tokenise.
         seq_len: Tokens a row.
         batch_size: Rows a step, over all processes.
@@ -60,7 +60,7 @@ class StreamedRows(NumberedRows):
         self._workers, self._seq_len, self._field = workers, seq_len, field
         self._block = -(-block // self.lanes)
         self._opened: dict[int, _Lane] = {}
-        self._left: dict[str, dict[str, Any]] = {}  # where lanes stood that are not opened yet
+        self._left: dict[str, dict[str, Any]] = {}  # positions of lanes that are not opened yet
 
     def rows(self, numbers: range) -> Rows:
         """Return the rows of these numbers, none of which may be before those returned last."""
@@ -74,7 +74,7 @@ class StreamedRows(NumberedRows):
         return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
 
     def position(self) -> dict[str, Any]:
-        """Return, as JSON, where all processes stand, and this one's lanes."""
+        """Return, as JSON, the position of all processes, and of this one's lanes."""
         opened = {str(number): lane.position for number, lane in self._opened.items()}
         lanes = {**self._left, **opened}
         return {"row": self._next, "shards": len(self._shards), "lanes": lanes}
@@ -158,7 +158,7 @@ class _Lane:
     """The rows of one lane.
 
     Attributes:
-        position: Where the lane stood, as JSON, before the block of the row given last: its turn
+        position: As JSON, the lane's position before the block of the last returned row: its turn
             and the position in its shard, how many blocks and rows (``first``) came before, and the
             tokens left over for the next row.
     """
@@ -240,5 +240,5 @@ class _Lane:
 
 
 class _Block(NamedTuple):
-    begin: dict[str, Any]  # where the lane stood before it
+    begin: dict[str, Any]  # the lane's position before it
     tokens: Callable[[], list[np.ndarray]]

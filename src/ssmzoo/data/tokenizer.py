@@ -54,7 +54,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTokenizerBase:
-    """Return the byte tokenizer for ``"bytes"``, else what AutoTokenizer finds.
+    """Return the byte tokenizer for ``"bytes"``, else the one that AutoTokenizer finds.
 
     Args:
         name: ``"bytes"``, a folder or a Hub id.

@@ -2,7 +2,7 @@
 
 - Local files and downloaded data sets are tokenised into the run's ``cache`` folder, from which
   processes read what they need; streams are tokenised while training.
-- What is held out is chosen by the content of a document, so that it does not depend on order or
+- Documents are held out by their content, so that the choice does not depend on order or
   seed, and no copy of a held-out document is trained on.
 """
 
@@ -36,7 +36,7 @@ _SHORTEST_END = 64  # tokens; where ends would be shorter, whole documents are h
 class TokensOnDisk:
     """Tokens in a file, of which slices are read.
 
-    Mapped into memory, what was read would count as the process's until others need the room.
+    They are not mapped into memory: pages that were read would count as this process's memory.
     """
 
     def __init__(self, file: Path, dtype: str) -> None:
@@ -83,7 +83,7 @@ class TokenStore:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the spans to train on, the held-out documents, and their spans if there are any.
 
-        Documents without tokens are not counted. What lies elsewhere is not held out here; see
+        Documents without tokens are not counted. For held-out paths and splits see
         :meth:`without`.
 
         Args:
@@ -188,9 +188,9 @@ def write_store(
         documents: Name and text; an empty name is not kept.
         tokenizer: The tokenizer.
         folder: The folder.
-        key: What :func:`is_store` is asked for.
+        key: Identifies the store's content; see :func:`is_store`.
         field: The recipe's field that names the documents, for errors.
-        workers: Processes that tokenise beside this one; what is written is the same.
+        workers: Processes that tokenise beside this one; they change nothing in the result.
 
     Raises:
         ValueError: No text at all.
@@ -234,7 +234,7 @@ def is_store(folder: Path, key: str) -> bool:
 
 
 def read_store(folder: Path) -> TokenStore:
-    """Return what :func:`write_store` wrote, its tokens on disk."""
+    """Open the store in a folder, its tokens on disk."""
     facts = json.loads((folder / "store.json").read_text(encoding="utf-8"))
     return TokenStore(
         TokensOnDisk(folder / "tokens", facts["dtype"]),
@@ -245,7 +245,7 @@ def read_store(folder: Path) -> TokenStore:
 
 
 def text_hash(text: str) -> int:
-    """Return 64 bits that tell a document's text from others."""
+    """Return a 64-bit hash of a document's text."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 

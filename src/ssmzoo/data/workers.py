@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# on the path of this process: a tokenizer's class may lie beside the script that made it
+# with the path of this process: a tokenizer's class may be defined beside the script
 _START = """
 import sys
 sys.path[:] = sys.argv[1:]
@@ -67,7 +67,7 @@ class Workers:
         return self._threads.submit(self._ask, (function, given)).result
 
     def close(self) -> None:
-        """End the workers; what was submitted and not begun is dropped."""
+        """End the workers; calls that have not begun are dropped."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
@@ -118,7 +118,7 @@ class Workers:
 def serve_calls() -> None:
     """Run a worker: make the calls that standard input gives; results go to standard output."""
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no result
+    os.dup2(2, 1)  # libraries may print to standard output
     try:
         encode = encoder(pickle.load(calls))
         while True:

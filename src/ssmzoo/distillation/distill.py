@@ -34,7 +34,7 @@ class DistillReport:
     """How far the fitted filters are from the given ones.
 
     Attributes:
-        kind: What was fitted.
+        kind: Kind of the fitted filters.
         order: n.
         steps: Steps of descent.
         taps: How many taps of each filter were looked at.
@@ -89,7 +89,7 @@ def distill(
 
     Args:
         model: A language model, the folder of one, or its Hub id.
-        order: n, what a channel's state will hold.
+        order: n, the size of a channel's state.
         kind: "rational" fits coefficients; "modal" fits n / 2 damped oscillations a channel, as
             Laughing Hyena does.
         output_dir: Where to save the model and its report: a new or an empty folder, or one that an
@@ -163,7 +163,7 @@ def _count_taps(taps: int | None, length: int | None) -> int:
 def _fit(
     mixer: Any, count: int, order: int, kind: Kind, steps: int, lr: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the mixer's ``set_filters`` or ``set_modes`` takes."""
+    """Return the arguments of the mixer's ``set_filters`` or ``set_modes``."""
     import torch
 
     from ssmzoo.distillation.fit import fit_modal, fit_rational
@@ -178,7 +178,7 @@ def _fit(
 
 
 def _check_target(target: Path) -> None:
-    """Fail early where the folder cannot be written, or holds what no earlier call wrote."""
+    """Fail early if the folder cannot be written, or holds files that no earlier call wrote."""
     report = target / REPORT
     if not report.is_file():
         require_new(target, "output_dir")
@@ -235,7 +235,7 @@ def _errors(teacher: Any, student: Any, count: int) -> tuple[float, ...]:
 
     with torch.no_grad():
         given, fitted = (each.kernel(count).double().cpu() for each in (teacher, student))
-        # the fitted tap 0 lies in the direct gain
+        # the fitted tap 0 is part of the direct gain
         fitted[:, 0] += (student.gain() - teacher.gain()).double().cpu()
     return tuple(relative_error(fitted, given).tolist())
 

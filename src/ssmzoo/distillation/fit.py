@@ -26,7 +26,7 @@ RADIUS = 1 - 1e-5
 
 @dataclass(frozen=True)
 class RationalFit:
-    """Filters ``b(z) / a(z)`` in float32, and how far they are from what was asked.
+    """Filters ``b(z) / a(z)`` in float32, and how far they are from the given ones.
 
     Attributes:
         a: Denominators ``[D, n]``; all poles lie inside the unit disc.
@@ -123,7 +123,7 @@ class _Best:
         self.error = taps.new_full((taps.shape[0],), math.inf)
 
     def offer(self, a: Tensor, b: Tensor) -> None:
-        """Take over the rows that are stable and better than what there is."""
+        """Take over the rows that are stable and better than those so far."""
         a, b = a.float(), b.float()
         finite = a.isfinite().all(dim=1) & b.isfinite().all(dim=1)
         a, b = a.where(finite[:, None], 0.0), b.where(finite[:, None], 0.0)
@@ -247,8 +247,8 @@ def _adam(leaves: list[Tensor], loss: Callable[[], Tensor], steps: int, lr: floa
 def _best_pairs(taps: Tensor, order: int) -> tuple[Tensor, Tensor]:
     """Return poles and residues ``[D, n / 2]`` of the ``Re sum`` that comes nearest.
 
-    From realizations of the order and of lower ones: where these say all there is to say, the rest
-    of a higher one's poles is noise, and nowhere in particular.
+    From realizations of the order and of lower ones: where a lower one is exact, the other
+    poles of a higher one are noise.
     """
     count = order // 2
     poles = torch.full((taps.shape[0], count), 0.5, dtype=torch.complex128, device=taps.device)

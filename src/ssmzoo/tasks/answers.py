@@ -1,4 +1,4 @@
-"""An lm-eval task whose answer is several symbols, said at as many places of filler.
+"""An lm-eval task whose answer is several symbols, predicted at as many places of filler.
 
 Apart because it needs lm-eval; ``eval/tasks/ssmzoo_induction*.yaml`` name it.
 """

@@ -1,4 +1,4 @@
-"""Copying: read random tokens, then as many recall tokens, and say the first ones in order."""
+"""Copying: read random tokens, then as many recall tokens, and predict the first ones in order."""
 
 from __future__ import annotations
 

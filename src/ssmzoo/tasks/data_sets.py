@@ -28,7 +28,7 @@ def open_split(task: str, data: str, split: str, columns: Sequence[str]) -> Data
         task: Whose data it is, for errors.
         data: A Hub id, a folder of data files, or one that ``save_to_disk`` wrote.
         split: The split's name there.
-        columns: What it must hold.
+        columns: The columns that it must have.
 
     Raises:
         LookupError: There is no such data, split or column.
@@ -111,7 +111,7 @@ def _around(path: Any, folder: str) -> bool:
 
 
 def require_datasets():
-    """Return the module ``datasets``, or say how to install it."""
+    """Return the module ``datasets``; the error tells how to install it."""
     try:
         import datasets
     except ImportError as error:
@@ -120,7 +120,7 @@ def require_datasets():
 
 
 def require_pillow() -> None:
-    """Say how to install Pillow where it is not."""
+    """Raise an error that tells how to install Pillow if it is not installed."""
     try:
         import PIL  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Forecast: say the numbers that follow a piece of a time series, which is columns of a CSV file.
+"""Forecast: predict how a piece of a time series goes on; its channels are columns of a CSV file.
 
 Each column is given as ``(x - mean) / deviation`` of its training rows, and the errors are in this
 unit too, as in the papers' tables of ETT, Weather and their like.
@@ -29,18 +29,18 @@ def load_forecast(
     rows: Sequence[int] | None = None,
     center: bool = False,
 ) -> Supervised:
-    """Return every window of a split: ``lag`` rows in, and to foretell the ``horizon`` after them.
+    """Return every window of a split: ``lag`` rows to read, ``horizon`` rows after them to predict.
 
-    What is foretold lies within the split. Windows of validation and test may begin before it.
+    The rows to predict are within the split. Windows of validation and test may begin before it.
 
     Args:
         data: A CSV file in UTF-8 whose first line names the columns; a row is a step of time.
-        columns: The columns to read and to foretell, one channel each.
+        columns: The columns to read and to predict, one channel each.
         lag: Rows that the model reads.
-        horizon: Rows that it foretells.
+        horizon: Rows that it predicts.
         rows: How many rows train, validation and test have, from the first row on; absent, all in
             the proportion 60 : 20 : 20.
-        center: Take a window's mean over ``lag`` off it and off what follows.
+        center: Subtract a window's mean over ``lag`` from it and from the rows to predict.
 
     Raises:
         LookupError: No such file or column.

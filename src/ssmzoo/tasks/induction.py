@@ -1,4 +1,4 @@
-"""Induction heads: say what followed the trigger when it was seen first.
+"""Induction heads: predict the symbol that followed the first trigger.
 
 A sequence is noise, trigger, gap, target, noise, trigger. The gap is noise of a fixed length, other
 noise fills the sequence up, and the first trigger is equally likely at every place that leaves room
@@ -17,7 +17,7 @@ from ssmzoo.tasks.common import IGNORED, LETTERS, at_least, lm_eval_split, own_a
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_DRAWS = 100_000  # so many in a row may not fit before the arguments are blamed
+_DRAWS = 100_000  # draws in a row without a row that fits, before the trigger is refused
 
 
 def induction_heads(
@@ -31,7 +31,7 @@ def induction_heads(
     noise_length: int = 0,
     seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make the induction problem: noise, trigger, gap, target, noise, trigger; say the target.
+    """Make the induction problem: noise, trigger, gap, target, noise, trigger; predict the target.
 
     With a trigger of one symbol, guessing scores ``1 / (num_symbols - 1)`` a symbol. The COFFEE
     paper's problem is ``seq_len=16, vocab_size=9, num_symbols=7``.
@@ -42,15 +42,15 @@ def induction_heads(
         vocab_size: Ids a model has; 0 is filler.
         num_symbols: The symbols are 1 .. ``num_symbols``, all ids but the filler if None.
         trigger: The trigger's symbols; the last symbol if None.
-        target_length: Symbols to say. A model says the first one at the end of the second trigger
-            and the others at as many places of filler behind it.
+        target_length: Symbols to predict. A model predicts the first one at the end of the second
+            trigger and the others at as many places of filler behind it.
         noise_length: Symbols between trigger and target.
         seed: Same seed, same rows.
 
     Returns:
         ``input_ids`` and ``labels``, int64 [num_examples, seq_len + target_length]. The last
-        ``target_length`` columns are the only labels; what the inputs hold there is filler, and at
-        the very last place, from which nothing is predicted, the last symbol to say.
+        ``target_length`` columns are the only labels; the inputs there are filler, and at the last
+        place, from which nothing is predicted, the last symbol of the target.
 
     Raises:
         ValueError: The parts do not fit into ``seq_len``, a symbol is outside of the vocabulary, a

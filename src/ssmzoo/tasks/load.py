@@ -39,7 +39,7 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
     Args:
         name: One of :data:`SUPERVISED_TASKS`.
         split: ``train``, ``validation`` or ``test``.
-        seed: What is generated is drawn from it, the turning of training images too. Which examples
+        seed: Of generated examples, and of how training images are turned and cut. Which examples
             of a data set are held out does not depend on it.
         **args: The task's own arguments.
 
@@ -60,11 +60,11 @@ def load_task(name: str, split: str, seed: int, **args: Any) -> Supervised:
         )
     at_least("seed", seed, 0)
     load = SUPERVISED_TASKS[name]
-    return load(split, seed, **task_arguments(name, load, args, said=("split", "seed")))
+    return load(split, seed, **task_arguments(name, load, args, others=("split", "seed")))
 
 
 def task_arguments(
-    name: str, function: Callable[..., Any], args: Mapping[str, Any], said: Collection[str]
+    name: str, function: Callable[..., Any], args: Mapping[str, Any], others: Collection[str]
 ) -> dict[str, Any]:
     """Return all arguments of a task, the defaults too, after checking those that are given.
 
@@ -72,7 +72,7 @@ def task_arguments(
         name: The task's, for errors.
         function: Whose arguments they are.
         args: Those given.
-        said: Arguments that are not the task's own: they are said elsewhere.
+        others: Arguments of the function that are not the task's own.
 
     Raises:
         LookupError: No such argument.
@@ -80,7 +80,7 @@ def task_arguments(
         TypeError: One is of another kind.
     """
     parameters = dict(inspect.signature(function, eval_str=True).parameters)
-    for argument in said:
+    for argument in others:
         del parameters[argument]
     for argument, value in args.items():
         if argument not in parameters:
@@ -105,7 +105,7 @@ def task_arguments(
 
 
 def length_argument(name: str) -> str | None:
-    """Return which argument of a task says how long its examples are; None if none does."""
+    """Return the argument of a task that sets the length of its examples; None if none does."""
     parameters = inspect.signature(SUPERVISED_TASKS[name]).parameters
     return next((argument for argument in ("length", "seq_len") if argument in parameters), None)
 
@@ -122,7 +122,7 @@ def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
 
 
 def _language(inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> Supervised:
-    """Return rows that lie in memory."""
+    """Return a task of rows in memory."""
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
         return Batch(inputs[indices], labels[indices], np.full(len(indices), inputs.shape[1]))

@@ -86,7 +86,7 @@ def fuzzy_recall(
 ) -> Rows:
     """Make recall of motifs: keys and values of one to ``longest`` symbols, drawn for every row.
 
-    No key begins another one. Of a key that comes again every symbol of the value is to be said.
+    No key begins another one. If a key comes again, every symbol of its value is to be predicted.
 
     Args:
         vocab_size: Ids; half of those that are no filler make up keys, half values.
@@ -139,7 +139,7 @@ def selective_copying(
     num_tokens: int = 16,
     seed: int,
 ) -> Rows:
-    """Make selective copying: symbols scattered among filler, to be said in order at the end.
+    """Make selective copying: symbols scattered among filler, to be predicted in order at the end.
 
     The last ``num_tokens + 1`` places ask: the symbol ``vocab_size - 1``, once for each answer.
 
@@ -176,7 +176,7 @@ def compression(
     """Make compression: symbols, a mark, then every place once, in any order, to be answered.
 
     Ids 1 .. vocab_size - 2 - num_tokens are symbols, the next one the mark, the last ``num_tokens``
-    the places. Whatever is said must have gone through the state at the mark.
+    the places. All answers must have gone through the state at the mark.
 
     Args:
         num_tokens: Symbols a row.
@@ -221,7 +221,7 @@ def memorization(
 ) -> Rows:
     """Make memorisation: keys, each to be answered by the value it has in all rows.
 
-    A key is followed by filler, so nothing in the row helps; what must be learnt is the dictionary.
+    A key is followed by filler, so nothing in the row helps: the dictionary must be learnt.
 
     Args:
         vocab_size: Ids; half of those that are no filler are keys, half values.

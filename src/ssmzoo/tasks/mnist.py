@@ -87,7 +87,7 @@ def turned(pixels: np.ndarray, degrees: np.ndarray, crop: int) -> np.ndarray:
     Args:
         pixels: [B, S, S].
         degrees: An angle an image, from the columns towards the rows [B].
-        crop: Side of what is cut out.
+        crop: Side of the part that is cut out.
 
     Returns:
         [B, crop, crop], of the same type.

@@ -18,7 +18,7 @@ from ssmzoo.tasks.data_sets import (
 )
 from ssmzoo.tasks.supervised import Supervised, images
 
-_SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of what is cut out in training, as usual
+_SCALES, _RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)  # of the part that training cuts out, as usual
 _ATTEMPTS = 10
 
 
@@ -45,7 +45,7 @@ def load_pictures(
     4/3, is resized instead, and half of them are mirrored; every epoch draws anew.
 
     Args:
-        seed: Of what training draws; which pictures are held out never changes.
+        seed: Of the parts and mirrored pictures in training.
         data: A Hub id or a folder that ``datasets`` loads, with a split train.
         size: Side of the square that the model gets.
         resize: Length of the shorter side before the middle is cut out; ``size`` by default.

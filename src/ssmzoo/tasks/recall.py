@@ -43,7 +43,7 @@ def mqar(
 
     Args:
         num_examples: Rows.
-        seq_len: Length of what a model reads.
+        seq_len: Length of a row.
         num_pairs: Keys a row holds, each asked once.
         vocab_size: Ids 1 .. V/2-1 are keys, V/2 .. V-1 values.
         power: Exponent parameter of the query places.

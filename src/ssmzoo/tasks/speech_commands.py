@@ -1,4 +1,4 @@
-"""Speech Commands v0.02: which of ten words is said in a second of sound, sample by sample?"""
+"""Speech Commands v0.02: which of ten words is in a second of sound, read sample by sample?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State tracking: read elements of a finite group, and say their product so far at every place.
+"""State tracking: read elements of a finite group, and predict their product so far at every place.
 
 Z2 is parity, Z3 the sum modulo 3, S3 and A5 are the word problems of permutations (arXiv
 2404.08819, 2411.12537). A model that has learned the state goes on at lengths it has not seen; one
@@ -35,7 +35,7 @@ def state_tracking(
 
     Returns:
         ``input_ids`` and ``labels``, int64 [num_examples, seq_len + 1]. The last place is filler:
-        a symbol's label stands one place later.
+        a symbol's label is one place later.
 
     Raises:
         LookupError: No such group.

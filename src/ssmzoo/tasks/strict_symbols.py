@@ -24,5 +24,5 @@ class StrictSymbols(PreTrainedTokenizerFast):
             ) from error
 
 
-# what a saved tokenizer says it is: transformers loads it without our code
+# the name in a saved tokenizer's files: transformers loads it without our code
 StrictSymbols.__name__ = PreTrainedTokenizerFast.__name__

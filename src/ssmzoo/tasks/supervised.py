@@ -37,7 +37,7 @@ class Batch:
         inputs: Tokens int64 [B, L]; pairs of documents int64 [B, 2, L]; values float32 [B, L, C];
             images float32 [B, C, H, W].
         labels: Classes int64 [B] or values float32 [B]; for each token [B, L]. A class of -100 is
-            ignored. A token's class stands at the place that must say it, but under ``causal_lm``
+            ignored. A token's class is at the place that must predict it, but under ``causal_lm``
             one later, as Hugging Face's models expect. Of a ``forecast`` the values that follow,
             float32 [B, horizon, C].
         lengths: Places of each row that are no padding, int64 [B]; for pairs [B, 2]; an image's
@@ -62,10 +62,10 @@ class Supervised:
         num_labels: Classes, or values a label; None for ``causal_lm`` and ``forecast``.
         label_names: The names of the classes, in their order, where they have names.
         input_channels: Values a place; None for tokens and images.
-        horizon: Places to foretell; None but for ``forecast``.
+        horizon: Places to predict; only for ``forecast``.
         image_shape: C, H, W of images.
-        processor: What transformers' image processor must do to give a model these images: the
-            fields of ``preprocessor_config.json``.
+        processor: The fields of ``preprocessor_config.json`` with which transformers' image
+            processor gives a model these images.
         fresh: Every epoch has examples of its own; of a validation split, every validation.
         shuffle: Train in an order drawn anew every epoch, and not in that of the indices.
     """
@@ -161,7 +161,7 @@ def drawn_examples(
 def token_rows(
     rows: Ragged, labels: np.ndarray, *, vocab_size: int, label_names: Sequence[str]
 ) -> Supervised:
-    """Return the classification of rows of tokens that lie in memory."""
+    """Return the classification of rows of tokens in memory."""
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
         inputs, lengths = rows.padded(indices)
