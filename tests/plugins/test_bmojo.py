@@ -134,18 +134,6 @@ def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, tot
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cut", [2, 4, 7])
-def test_a_window_in_the_order_of_positions_is_read_too(cut):
-    """As files have it that were written before windows were rings."""
-    model, ids = tiny(), tokens(2, 12)
-    cache = model(ids[:, :cut], use_cache=True).cache
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            layer.states[name] = layer.states.pop(f"{name}_ring").roll(-cut, dims=1)
-    steps = [model(x, cache=cache).logits for x in ids[:, cut:].split(1, dim=1)]
-    assert relative(torch.cat(steps, dim=1), model(ids).logits[:, cut:]) < 1e-10
-
-
 @torch.no_grad()
 def test_a_step_whose_score_is_not_finite_names_the_innovations_and_changes_nothing():
     model, ids = tiny().float(), tokens(2, 9)

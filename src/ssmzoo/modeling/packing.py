@@ -20,7 +20,8 @@ from ssmzoo_kernels.validation import Packing
 class Sequences(Packing):
     """Where the sequences of a padded or packed batch lie in one flat row ``[1, B * L]``.
 
-    They are found and checked once a call. Every op takes it for ``cu_seqlens``, and every mixer gets it.
+    They are found and checked once a call. Every op takes this for ``cu_seqlens``, every mixer gets
+    it.
 
     Attributes:
         offsets: Where sequences begin and end, ``[S + 1]`` int64; padding before or after a row's
