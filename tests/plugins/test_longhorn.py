@@ -348,13 +348,6 @@ def states(cache):
     return [{name: x.double() for name, x in layer.states.items()} for layer in cache.layers]
 
 
-def assert_same_states(got, expected, tolerance):
-    for a, b in zip(states(got), states(expected), strict=True):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert relative(a[name], b[name]) <= tolerance, name
-
-
 @pytest.mark.parametrize(
     "fields",
     [
