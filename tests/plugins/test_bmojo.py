@@ -134,18 +134,6 @@ def test_any_split_into_calls_gives_the_same_logits_and_the_same_cache(name, tot
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cut", [2, 4, 7])
-def test_a_window_in_the_order_of_positions_is_read_too(cut):
-    """As files have it that were written before windows were rings."""
-    model, ids = tiny(), tokens(2, 12)
-    cache = model(ids[:, :cut], use_cache=True).cache
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            layer.states[name] = layer.states.pop(f"{name}_ring").roll(-cut, dims=1)
-    steps = [model(x, cache=cache).logits for x in ids[:, cut:].split(1, dim=1)]
-    assert relative(torch.cat(steps, dim=1), model(ids).logits[:, cut:]) < 1e-10
-
-
 @torch.no_grad()
 def test_a_step_whose_score_is_not_finite_names_the_innovations_and_changes_nothing():
     model, ids = tiny().float(), tokens(2, 9)
@@ -192,17 +180,6 @@ def test_a_rows_state_does_not_depend_on_other_rows(name):
                     beside = beside[:, beside.shape[1] - value.shape[1] :]
                 assert torch.allclose(beside, value, rtol=1e-9, atol=1e-11), state
                 assert one.states[state].isfinite().all(), state
-
-
-@torch.no_grad()
-def test_a_reordered_cache_is_the_cache_of_reordered_rows():
-    model, ids = tiny(), tokens(3, 10)
-    order = torch.tensor([2, 0, 0])
-    cache = model(ids, use_cache=True).cache
-    cache.reorder_cache(order)
-    new = tokens(3, 6, seed=3)
-    expected = model(torch.cat([ids[order], new], dim=1)).logits[:, 10:]
-    assert error(model(new, cache=cache).logits, expected) < 1e-10
 
 
 @torch.no_grad()
@@ -321,15 +298,6 @@ def test_rows_of_one_length_keep_what_gathered_rows_keep(lengths):
         for equal in (True, False)
     ]
     assert torch.equal(*fresh)
-
-
-@torch.no_grad()
-def test_generate_equals_full_recomputation_over_many_chunks():
-    model, ids = tiny(), tokens(2, 3)
-    got = model.generate(ids, max_new_tokens=18, do_sample=False, pad_token_id=0)
-    for _ in range(18):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(got, ids)
 
 
 # --- causality, memories ----------------------------------------------------------------------
@@ -716,13 +684,6 @@ def test_the_state_space_models_parameters_are_a_group_with_their_own_rate():
     assert sum(len(group["params"]) for group in groups) == len(names)
 
 
-def test_a_configuration_makes_the_round_trip_with_its_mixers(tmp_path):
-    config = FAMILY.config(num_hidden_layers=5, layer_types=["mamba", "swa"])
-    assert config.mixer_types == ["mamba", "swa", "mamba", "swa", "mamba"]
-    config.save_pretrained(tmp_path)
-    assert type(config).from_pretrained(tmp_path).mixer_types == config.mixer_types
-
-
 def test_names_that_other_code_uses_are_taken():
     others = {
         **{"window_size": 7, "ssm_state_size": 5, "ssm_expand": 3, "conv_kernel": 2},
@@ -855,14 +816,6 @@ def test_rows_of_padding_alone_change_nothing():
     new = tokens(2, 6, seed=5)
     got = model(new, cache=output.cache).logits
     assert error(got[1], model(new[1:]).logits[0]) < 1e-10
-
-
-@torch.no_grad()
-def test_a_cache_of_another_layout_is_refused():
-    model, other = tiny(), tiny(sliding_window=8)
-    cache = other(tokens(1, 5), use_cache=True).cache
-    with pytest.raises(ValueError, match=r"sliding_window = 8, got sliding_window = 4$"):
-        model(tokens(1, 1), cache=cache)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from ssmzoo.analysis.inspect import inspect_model
 from ssmzoo.analysis.measure import measure_layers
 from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.evaluation.results import read_results
-from ssmzoo.modeling import LayerState, SSMMixer
+from ssmzoo.modeling import LayerState
 from ssmzoo.tasks import induction_heads_zero, symbol_tokenizer
 from ssmzoo.tasks.mnist import turned
 from ssmzoo.testing import FamilyConformance, check
@@ -836,34 +836,6 @@ def test_the_papers_first_table_is_reached_within_its_one_epoch(tmp_path):
 # --- G15, G16, G19 ----------------------------------------------------------------------------
 
 
-def test_padding_and_packing_do_not_change_the_papers_module():
-    lengths = (12, 5, 1)
-    rows = [tokens(1, n, seed=n, vocab_size=9) for n in lengths]
-    model = core(output_filter=True)
-
-    def results(logits, cache):
-        loss = (logits * torch.arange(9.0)).sum() + cache.layers[0].states["ssm"].square().sum()
-        return torch.autograd.grad(loss, list(model.parameters()))
-
-    alone = [model(row, use_cache=True) for row in rows]
-    logits = torch.cat([o.logits[0] for o in alone])
-    states = torch.cat([o.cache.layers[0].states["ssm"] for o in alone])
-    slopes = [results(o.logits[0], o.cache) for o in alone]
-    expected = [sum(parts) for parts in zip(*slopes, strict=True)]
-    padded = torch.cat([torch.nn.functional.pad(r, (12 - r.shape[1], 0), value=7) for r in rows])
-    mask = torch.tensor([[0] * (12 - n) + [1] * n for n in lengths])
-    packed = {"cu_seqlens": torch.tensor([0, 12, 17, 18])}
-    for output, own in (
-        (model(padded, attention_mask=mask, use_cache=True), mask.bool()),
-        (model(torch.cat(rows, dim=1), **packed, use_cache=True), torch.ones(1, 18).bool()),
-    ):
-        assert relative(output.logits[own].detach(), logits.detach()) <= 1e-10
-        cache = output.cache
-        assert relative(cache.layers[0].states["ssm"].detach(), states.detach()) <= 1e-10
-        for got, want in zip(results(output.logits[own], cache), expected, strict=True):
-            assert relative(got, want) <= 1e-10
-
-
 @pytest.mark.parametrize("variant", ["coffee", "input_matrix", "no_feedback", "s6"])
 def test_gates_of_huge_arguments_are_finite_forwards_and_backwards(variant):
     model = core(torch.float32, variant=variant)
@@ -889,35 +861,6 @@ def test_a_bfloat16_model_keeps_a_float32_recurrence():
     cache = model(tokens(1, 5), use_cache=True).cache
     assert cache.layers[0].states["ssm"].dtype == torch.float32
     assert cache.layers[0].states["ssm"].shape == (1, 16, 4)
-
-
-def test_the_papers_module_saves_generates_and_reorders(tmp_path):
-    model, input_ids = core(torch.float32, output_filter=True), tokens(3, 7, vocab_size=9)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
-        written = [
-            loaded.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=6,
-                do_sample=False,
-                use_cache=cached,
-                pad_token_id=0,
-            )
-            for cached in (True, False)
-        ]
-        assert torch.equal(*written)
-        cache = model(input_ids, use_cache=True).cache
-        order = torch.tensor([2, 0, 2])
-        cache.reorder_cache(order)
-        more = tokens(3, 4, seed=2, vocab_size=9)
-        got = model(more, cache=cache).logits
-        whole = model(torch.cat([input_ids[order], more], dim=1)).logits[:, -4:]
-    assert relative(got, whole) <= 1e-5
 
 
 # --- solvers ----------------------------------------------------------------------------------
@@ -1219,12 +1162,3 @@ def test_a_classifier_of_images_has_nothing_but_recurrences(fields):
 def test_invalid_fields_are_named(fields, answer):
     with pytest.raises((ValueError, StrictDataclassError), match=answer):
         CoffeeConfig(**fields)
-
-
-def test_every_mixer_hook_has_its_default():
-    class Plain(SSMMixer):
-        pass
-
-    plain = Plain(CoffeeConfig(), 0)
-    assert plain.project_parameters() is None
-    assert plain.gauges(torch.zeros(1, 2, 3)) == {}

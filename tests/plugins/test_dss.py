@@ -357,31 +357,6 @@ def test_zeros_before_a_sequence_shift_the_mixers_output(fields):
     assert relative(b[:, 6:], a) <= 1e-10
 
 
-@pytest.mark.parametrize("fields", [EXP[0], FIXED, CAPPED[1]], ids=label)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_left_padding_changes_nothing_then_or_later(fields, batch):
-    model, width = build(**fields), 14
-    lengths = (9, 14, 1)[:batch]
-    rows = [tokens(1, n, seed=n) for n in lengths]
-    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    got, cache = run(model, padded, attention_mask=mask)
-    more = tokens(batch, 4, seed=20)
-    longer = torch.cat([mask, torch.ones(batch, 4, dtype=mask.dtype)], dim=1)
-    later = run(model, more, cache, attention_mask=longer)[0]
-    for i, row in enumerate(rows):
-        alone, state = run(model, row)
-        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= 1e-10
-        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= 1e-10
-
-
-def test_the_order_of_a_batch_is_irrelevant():
-    for fields in (EXP[0], FIXED):
-        model, input_ids = build(**fields), tokens(4, 17)
-        order = torch.tensor([2, 0, 3, 1])
-        assert relative(whole(model, input_ids[order]), whole(model, input_ids)[order]) <= 1e-13
-
-
 # --- golden check 8: limits -------------------------------------------------------------------
 
 
@@ -536,34 +511,6 @@ def test_saving_and_loading_is_exact_and_stores_real_numbers(fields, tmp_path):
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert torch.equal(whole(loaded, tokens(2, 15)), whole(model, tokens(2, 15)))
-
-
-@pytest.mark.parametrize("fields", [*EXP, FIXED, *CAPPED], ids=label)
-def test_greedy_generation_with_and_without_cache_is_identical(fields):
-    model, prompt = build(**fields), tokens(2, 6)
-    settings = {
-        "max_new_tokens": 18,  # up to the norm length
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    cached = model.generate(prompt, use_cache=True, **settings)
-    recomputed = model.generate(prompt, use_cache=False, **settings)
-    assert torch.equal(cached.sequences, recomputed.sequences)
-    got = torch.stack(cached.logits, dim=1)
-    assert relative(got, judged(model, cached.sequences[:, :-1])[:, 5:]) <= 1e-6  # float32 logits
-
-
-@pytest.mark.parametrize("fields", [EXP[0], FIXED, CAPPED[0]], ids=label)
-def test_beams_reorder_the_state(fields):
-    model, prompt, more = build(**fields), tokens(3, 7), tokens(3, 5, seed=1)
-    expected = run(model, more, run(model, prompt)[1])[0]
-    cache, order = run(model, prompt)[1], torch.tensor([2, 0, 2])
-    cache.reorder_cache(order)
-    assert relative(run(model, more[order], cache)[0], expected[order]) <= 1e-10
-    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
-    with_cache = model.generate(prompt, use_cache=True, **settings)
-    assert torch.equal(with_cache, model.generate(prompt, use_cache=False, **settings))
 
 
 # --- the kernel itself ------------------------------------------------------------------------

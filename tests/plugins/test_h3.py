@@ -335,8 +335,3 @@ def test_what_is_no_official_checkpoint_is_refused():
 def test_a_bad_configuration_is_refused(fields, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         FAMILY.config_class(**{**TINY, **fields})
-
-
-def test_a_misspelt_field_is_refused_with_a_suggestion():
-    with pytest.raises(LookupError, match=r"attn_layer_ids.*did you mean 'attn_layer_idx'"):
-        FAMILY.config_class(**TINY, attn_layer_ids=[1])

@@ -348,13 +348,6 @@ def states(cache):
     return [{name: x.double() for name, x in layer.states.items()} for layer in cache.layers]
 
 
-def assert_same_states(got, expected, tolerance):
-    for a, b in zip(states(got), states(expected), strict=True):
-        assert a.keys() == b.keys()
-        for name in b:
-            assert relative(a[name], b[name]) <= tolerance, name
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -385,29 +378,6 @@ def test_exchanging_keys_and_queries_or_the_order_of_the_taps_is_noticed():
         flipped[name] = flipped[name][..., ::-1]
     for wrong in (swapped, flipped):
         assert relative(got, oracle.logits(wrong, config, input_ids.numpy())) > 1e-3
-
-
-@pytest.mark.parametrize("transition", ["diagonal", "exact"])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
-    ids=["float64", "float32", "bfloat16"],
-)
-def test_one_pass_two_passes_and_decoding_step_by_step_agree(dtype, tolerance, transition):
-    model, input_ids = build(dtype, transition=transition), tokens(2, 19)
-    whole, last = run(model, input_ids)
-    head, cache = run(model, input_ids[:, :8])
-    tail, cache = run(model, input_ids[:, 8:], cache)
-    assert relative(torch.cat([head, tail], dim=1), whole) <= tolerance
-    assert_same_states(cache, last, tolerance)
-
-    steps, cache = [], None
-    for t in range(19):
-        step, cache = run(model, input_ids[:, t : t + 1], cache)
-        steps.append(step)
-    assert relative(torch.cat(steps, dim=1), whole) <= tolerance
-    assert_same_states(cache, last, tolerance)
-    assert cache.get_seq_length() == 19
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 11])
@@ -731,34 +701,6 @@ def test_the_same_inputs_give_the_same_bits_forward_and_backward():
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
 
 
-def test_greedy_generation_with_and_without_cache_is_identical():
-    model, prompt = build(), tokens(2, 6)
-    settings = {
-        "max_new_tokens": 25,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-    }
-    cached = model.generate(prompt, use_cache=True, **settings)
-    recomputed = model.generate(prompt, use_cache=False, **settings)
-    assert torch.equal(cached.sequences, recomputed.sequences)
-    got, expected = torch.stack(cached.logits), torch.stack(recomputed.logits)
-    assert relative(got, expected) <= 1e-10
-    whole = judged(model, cached.sequences[:, :-1])[:, 5:]
-    assert relative(got.transpose(0, 1), whole) <= 1e-6  # generate casts logits to float32
-
-
-def test_a_left_padded_batch_generates_what_its_prompts_generate_alone():
-    model = build()
-    prompts = [tokens(1, n, seed=n) for n in (3, 9, 5)]
-    padded = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=7) for p in prompts])
-    mask = torch.tensor([[0] * (9 - p.shape[1]) + [1] * p.shape[1] for p in prompts])
-    together = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    for row, prompt in zip(together, prompts, strict=True):
-        alone = model.generate(prompt, max_new_tokens=12, do_sample=False)[0]
-        assert torch.equal(row[9:], alone[prompt.shape[1] :])
-
-
 def test_a_tied_head_shares_its_storage_before_and_after_saving(tmp_path):
     model = build(torch.float32)
     model.save_pretrained(tmp_path)
@@ -779,13 +721,6 @@ def test_weight_decay_spares_norms_biases_and_the_skip():
     for name, value in decay.items():
         spared = name.endswith((".D", "bias")) or "norm" in name
         assert value == (0.0 if spared else 0.1), name
-
-
-def test_an_unknown_field_is_refused_with_the_nearest_known_one():
-    with pytest.raises(LookupError, match=r"has no field 'd_sttae'; did you mean 'd_state'\?"):
-        FAMILY.config_class(d_sttae=16)
-    with pytest.raises(LookupError, match="has no field 'A_init_range'"):
-        FAMILY.config_class(A_init_range=1)
 
 
 def test_the_names_other_code_uses_reach_the_same_fields():

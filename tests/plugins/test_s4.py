@@ -343,8 +343,3 @@ def test_the_synthetic_presets_are_linear_and_deep_as_in_rtfs_table_2():
 def test_a_bad_configuration_is_refused(fields, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         FAMILY.config_class(**{**TINY, **fields})
-
-
-def test_a_misspelt_field_is_refused_with_a_suggestion():
-    with pytest.raises(LookupError, match=r"n_smm.*did you mean 'n_ssm'"):
-        FAMILY.config_class(**TINY, n_smm=1)

@@ -526,8 +526,3 @@ def test_the_language_models_are_as_large_as_their_names_say():
 def test_a_bad_configuration_is_refused(fields, message):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         FAMILY.config_class(**{**TINY, **fields})
-
-
-def test_a_misspelt_field_is_refused_with_a_suggestion():
-    with pytest.raises(LookupError, match=r"block_.*did you mean 'blocks'"):
-        FAMILY.config_class(**TINY, block_=1)

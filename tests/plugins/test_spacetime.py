@@ -339,11 +339,6 @@ def test_a_bad_configuration_is_refused(fields, message):
         FAMILY.config_class(**{**TINY, **fields})
 
 
-def test_a_misspelt_field_is_refused_with_a_suggestion():
-    with pytest.raises(LookupError, match=r"n_kernel'.*did you mean 'n_kernels'"):
-        FAMILY.config_class(**TINY, n_kernel=1)
-
-
 def test_a_forecaster_refuses_what_it_cannot_foretell():
     with pytest.raises(ValueError, match="input_channels is None"):
         build("forecasting", input_channels=None)
