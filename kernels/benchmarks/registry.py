@@ -317,7 +317,6 @@ ENTRIES = [
         _attend,
         _attention_flops,
         peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
-        gpu=("triton", "flex"),
     ),
     *(
         Entry(
@@ -450,7 +449,6 @@ ENTRIES = [
         _attention_flops,
         peers={"SDPA, window in blocks": blocked_window, "SDPA, window as mask": masked_window},
         cpu=(),
-        gpu=("triton", "flex"),
         dtype="bfloat16",
     ),
 ]

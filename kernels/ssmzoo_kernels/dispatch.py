@@ -5,7 +5,6 @@ backend     what it is
 =========== ====================================================================================
 reference   the formula as a loop over time on the autograd tape; any device and dtype; the judge
 eager       torch ops with the op's own backward; any device, needs no compiler
-flex        torch's ``flex_attention``, compiled when it is first called; by name only
 cpu         C, built once with the machine's compiler, threaded
 triton      GPU kernels
 =========== ====================================================================================
@@ -28,7 +27,7 @@ from torch.autograd import forward_ad
 
 from ssmzoo_kernels.validation import batched_gradient, transformed
 
-Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
+Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
 
 _NAMES = get_args(Backend)
 ALL = ("reference", "eager", "cpu", "triton")

@@ -58,7 +58,6 @@ def draw(
     window=WINDOW,
     memory=3,
     positions=False,
-    late=0,
     dtype=torch.float64,
 ):
     """The arguments of a call, floating tensors with gradients."""
@@ -86,12 +85,6 @@ def draw(
         if positions:
             ends = torch.cat([chunks.number * window, torch.tensor([0])])[:, None]
             call["mem_positions"] = (ends - 1 - 2 * torch.arange(memory)).clamp(min=0)
-    if late:
-        call |= {"late_k": random(*shape), "late_v": random(*shape), "late_span": late}
-        if seen.any():
-            past = window + late
-            call["late_past_k"] = random(sequences, past)
-            call["late_past_v"] = random(sequences, past)
     return call
 
 
@@ -136,17 +129,16 @@ def judge_accuracy(call, dtype):
 
 
 def test_packed_sequences_that_go_on_equal_the_loop(small_tiles):
-    """Everything at once: every seam, two heads a group, memory that hides, late keys."""
-    judge(draw([6, 0, 9, 1], [3, 2, 0, 12], heads=4, groups=2, positions=True, late=3))
+    """Everything at once: every seam, two heads a group, memory that hides."""
+    judge(draw([6, 0, 9, 1], [3, 2, 0, 12], heads=4, groups=2, positions=True))
 
 
 @pytest.mark.parametrize(
     ("lengths", "seen", "options"),
     [
         ([11], [0], {"heads": 2, "groups": 2}),
-        ([6, 6], [7, 7], {"late": 4}),
+        ([6, 6], [7, 7], {}),
         ([4, 4], [5, 10], {"positions": True, "heads": 2}),
-        ([3, 2], [0, 0], {"late": 2, "memory": 0}),
         ([1, 7, 0], [0, 4, 9], {"memory": 7}),
     ],
     ids=str,
@@ -165,22 +157,12 @@ def test_windows_of_any_size_equal_the_loop(small_tiles, window, memory):
     judge(draw([7], [6], window=window, memory=memory))
 
 
-@pytest.mark.parametrize("span", [1, 12])
-def test_late_keys_reach_any_number_of_chunks_back(small_tiles, span):
-    judge(draw([3, 8], [8, 0], memory=0, late=span))
-
-
 @pytest.mark.parametrize("seen", [[0, 4, 5, 17], [3, 3, 3, 3]], ids=str)
 def test_a_token_of_every_sequence_takes_the_tile_for_decoding(monkeypatch, seen):
     asked = []
     monkeypatch.setattr(attention_triton, "tile", lambda *x: asked.append(x[2]) or tile(*x))
-    judge(draw([1, 1, 1, 1], seen, packed=False, late=2))
+    judge(draw([1, 1, 1, 1], seen, packed=False))
     assert asked == ["decode", "query", "keys"]
-
-
-@pytest.mark.parametrize("seen", [[0, 0], [3, 0]], ids=str)
-def test_no_tokens_give_zero_gradients(seen):
-    judge(draw([0, 0], seen, late=2, positions=True))
 
 
 # --- tiles and precisions ---------------------------------------------------------------------
@@ -252,22 +234,7 @@ def test_programs_are_shaped_for_the_gpu(monkeypatch):
 
 
 def test_float64_keeps_float64_sums_in_the_real_tiles():
-    judge(draw([50, 9], [0, 61], width=5, window=40, memory=33, late=9))
-
-
-def test_strided_rows_and_a_gradient_of_one_number(small_tiles):
-    wide = torch.randn(1, 6, 3, 2, 3, dtype=torch.float64)
-    results = []
-    for backend in ("triton", "reference"):
-        leaves = [x.detach().requires_grad_() for x in wide.unbind(2)]
-        turned = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in leaves]
-        assert not leaves[0].is_contiguous()
-        for tensors in (leaves, turned):
-            out = eidetic_attention(*tensors, window=WINDOW, backend=backend)
-            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-    for other in results[:3]:
-        for got, expected in zip(other, results[3], strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    judge(draw([50, 9], [0, 61], width=5, window=40, memory=33))
 
 
 # --- what must not happen ---------------------------------------------------------------------
@@ -275,25 +242,12 @@ def test_strided_rows_and_a_gradient_of_one_number(small_tiles):
 
 @torch.no_grad()
 def test_nan_stays_in_its_sequence(small_tiles):
-    call = draw([5, 6, 3], [3, 7, 0], late=2)
-    for name in ("k", "v", "late_k", "late_v"):
+    call = draw([5, 6, 3], [3, 7, 0])
+    for name in ("k", "v"):
         call[name].detach()[0, 4] = torch.nan
     out = eidetic_attention(**call, backend="triton")[0]
     assert out[4].isnan().all()
     assert out[5:].isfinite().all()
-
-
-@torch.no_grad()
-def test_later_tokens_do_not_change_earlier_outputs(small_tiles):
-    call = draw([11], [0], packed=False, late=2, dtype=torch.float32)
-    before = eidetic_attention(**call, backend="triton")
-    for name in ("q", "k", "v", "late_k", "late_v"):
-        call[name] = torch.cat([call[name][:, :7], torch.randn_like(call[name][:, 7:])], dim=1)
-    call["mem_k"] = call["mem_k"].clone()
-    call["mem_k"][2] = 7.0  # of the chunk that begins at 10
-    after = eidetic_attention(**call, backend="triton")
-    assert torch.equal(after[:, :7], before[:, :7])
-    assert not torch.equal(after[:, 7:], before[:, 7:])
 
 
 @pytest.mark.parametrize(("width", "backend"), [(128, "triton"), (129, "cpu")])

@@ -13,7 +13,6 @@ not a kernel with a clock.
 
 import argparse
 import csv
-import importlib
 import re
 import subprocess
 import sys
@@ -25,46 +24,46 @@ WARPS = 2  # of a quarter; 8 an SM, which is what 255 registers a thread allow
 TARGET = 90
 TABLE = Path(__file__).with_suffix(".csv")
 COLUMNS = (
-    *("script", "case", "kernel", "channels", "cycles", "round_trips"),
+    *("group", "case", "kernel", "channels", "cycles", "round_trips"),
     *("SHFL", "BAR", "MUFU", "registers", "spilled"),
 )
 
-# what the table has: script, case, kernel, and the constants of the kernel that say how many tokens
+# what the table has: group, case, kernel, and the constants of the kernel that say how many tokens
 # a pass of its loops takes (a number; or None: the whole kernel counts, once through, and "a token"
 # means a program) and how many channels a program has
 ROWS = [
     *(
-        ("compiled_triton", case, f"scan_{kernel}_kernel", "TOKENS", "BLOCK_D")
+        ("scans", case, f"scan_{kernel}_kernel", "TOKENS", "BLOCK_D")
         for case in ("large_spans", "selective_large_spans", "zoh_large_spans")
         for kernel in ("fwd_carry", "fwd", "bwd_carry", "bwd")
     ),
     *(
-        ("compiled_linear", case, f"linear_{kernel}_kernel", "TOKENS", "BLOCK_D")
+        ("linear", case, f"linear_{kernel}_kernel", "TOKENS", "BLOCK_D")
         for case in ("model", "complex")
         for kernel in ("carry", "scan_fwd", "scan_bwd")
     ),
-    ("compiled_feedback", "model", "feedback_fwd_kernel", "TOKENS", "BLOCK_D"),
-    ("compiled_feedback", "model", "feedback_bwd_kernel", "TOKENS", "BLOCK_D"),
-    ("compiled_feedback", "model", "feedback_newton_kernel", "BLOCK_L", "BLOCK_D"),
+    ("feedback", "model", "feedback_fwd_kernel", "TOKENS", "BLOCK_D"),
+    ("feedback", "model", "feedback_bwd_kernel", "TOKENS", "BLOCK_D"),
+    ("feedback", "model", "feedback_newton_kernel", "BLOCK_L", "BLOCK_D"),
     # of eidetic_attention, tokens that those of a program meet
-    ("compiled_eidetic", "model128", "eidetic_attention_fwd_kernel", "BLOCK_N", "BLOCK_D"),
-    ("compiled_eidetic", "model128", "eidetic_attention_bwd_query_kernel", "BLOCK_N", "BLOCK_D"),
-    ("compiled_eidetic", "model128", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
-    ("compiled_eidetic", "model128", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
-    ("compiled_eidetic", "wide", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
-    ("compiled_eidetic", "wide", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
-    ("compiled_linear_attention", "gated_delta", "pairs_kernel", None, "BLOCK_K"),
-    ("compiled_linear_attention", "gated_delta", "march_kernel", "C", "BLOCK_V"),
-    ("compiled_linear_attention", "gated_delta", "march_back_kernel", "C", "BLOCK_V"),
-    ("compiled_linear_attention", "gated_delta", "gradients_kernel", None, "BLOCK_V"),
-    ("compiled_linear_attention", "gated_delta", "step_kernel", None, "BLOCK_V"),
+    ("eidetic", "model128", "eidetic_attention_fwd_kernel", "BLOCK_N", "BLOCK_D"),
+    ("eidetic", "model128", "eidetic_attention_bwd_query_kernel", "BLOCK_N", "BLOCK_D"),
+    ("eidetic", "model128", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
+    ("eidetic", "model128", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
+    ("eidetic", "wide", "eidetic_attention_bwd_band_kernel", "BLOCK_M", "BLOCK_D"),
+    ("eidetic", "wide", "eidetic_attention_bwd_memory_kernel", "BLOCK_M", "BLOCK_D"),
+    ("linear_attention", "gated_delta", "pairs_kernel", None, "BLOCK_K"),
+    ("linear_attention", "gated_delta", "march_kernel", "C", "BLOCK_V"),
+    ("linear_attention", "gated_delta", "march_back_kernel", "C", "BLOCK_V"),
+    ("linear_attention", "gated_delta", "gradients_kernel", None, "BLOCK_V"),
+    ("linear_attention", "gated_delta", "step_kernel", None, "BLOCK_V"),
     *(
-        ("compiled_rms_norm", case, f"rms_norm_{kernel}_kernel", None, "BLOCK_D")
+        ("rms_norm", case, f"rms_norm_{kernel}_kernel", None, "BLOCK_D")
         for case in ("model", "sum")
         for kernel in ("fwd", "bwd", "weight")
     ),
-    ("compiled_triton", "conv", "causal_conv1d_fwd_kernel", 1, "BLOCK_D"),
-    ("compiled_triton", "conv", "causal_conv1d_bwd_kernel", 1, "BLOCK_D"),
+    ("scans", "conv", "causal_conv1d_fwd_kernel", 1, "BLOCK_D"),
+    ("scans", "conv", "causal_conv1d_bwd_kernel", 1, "BLOCK_D"),
 ]
 
 # cycles until a result is there; 5 where nothing is said
@@ -232,7 +231,7 @@ def predict(loop: list[Instruction], warps: int = WARPS, passes: int = 6) -> Pre
 
 def disassembled(cubin: bytes) -> str:
     """Return a kernel's machine code as ``nvdisasm`` writes it."""
-    from compiled_triton import TOOLS
+    from compiled import TOOLS
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -261,16 +260,15 @@ def per_token(sass: str, tokens: int | None, warps: int = WARPS) -> dict[str, fl
 
 def records(rows=ROWS, target: int = TARGET):
     """Compile kernels and yield a row of the table for each."""
-    from compiled_triton import compile_launch, usage
+    from compiled import compile_launch, launches, usage
 
-    for script, case, kernel, tokens, channels in rows:
-        launches = importlib.import_module(script).launches(case)
-        launch = next(x for x in launches if x[0].__name__ == kernel)
+    for group, case, kernel, tokens, channels in rows:
+        launch = next(x for _, x in launches(f"{group}:{case}") if x[0].__name__ == kernel)
         values = dict(zip(launch[0].arg_names, launch[1], strict=False)) | launch[2]
         compiled, _ = compile_launch(*launch, target)
         used = usage(compiled)
         yield {
-            "script": script,
+            "group": group,
             "case": case,
             "kernel": kernel,
             "channels": values[channels],

@@ -109,21 +109,6 @@ def test_a_step_is_the_recurrence_wherever_the_ring_begins(backend, order, dtype
     assert torch.equal(after[:, 1:], before[:, :-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 150])
-def test_a_step_serves_any_number_of_channels(backend, width, dtype):
-    for denominators in {1, width}:
-        x = draw(5, width=width, denominators=denominators, dtype=dtype)
-        position = torch.tensor([0, 4, 2])
-        arguments = (x["u"][:, 0], x["ring"], position, x["a"], x["b"], x["d"])
-        exact = companion_step(
-            *(t if t is position else t.double() for t in arguments), backend="reference"
-        )
-        got = companion_step(*arguments, backend=backend)
-        for result, truth in zip(got[:2], exact[:2], strict=True):
-            close(result.double(), truth, 8 * torch.finfo(dtype).eps)
-
-
 @pytest.mark.parametrize("order", [0, 1, 3, 8])
 def test_many_steps_are_the_convolution_with_the_exact_kernel(backend, order):
     x = draw(order, length=3 * order + 5)
@@ -222,8 +207,8 @@ def test_steps_have_gradients_on_the_tape_and_refuse_kernels_without():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("order", [1, 3, 16, 40])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 64, 131])
+@pytest.mark.parametrize("order", [1, 16, 40])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 131])
 def test_states_and_their_gradients_are_those_of_the_loop(length, order, dtype):
     x = draw(order, length=length)
     x["initial_state"] = x.pop("state")
@@ -232,8 +217,8 @@ def test_states_and_their_gradients_are_those_of_the_loop(length, order, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("order", [1, 3, 16, 40])
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 64, 131])
+@pytest.mark.parametrize("order", [1, 16, 40])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 131])
 def test_responses_and_their_gradients_are_those_of_the_loop(length, order, dtype):
     op = functools.partial(companion_response, length=length)
     judge(op, ("state", "a", "b"), draw(order), dtype, length + order)
@@ -440,19 +425,9 @@ def test_compiled_functions_have_no_graph_break_and_the_same_results(backend):
         close(got, known, 1e-14)
 
 
-def test_a_block_s_choice_of_backend_reaches_the_ops():
-    x = draw(5)
-    position = torch.zeros(3, dtype=torch.int64)
-    with use_backend("reference"):
-        companion_step(x["u"][:, 0], x["ring"], position, x["a"], x["b"], x["d"])
-        companion_response(x["state"], x["a"], x["b"], 3)
-    assert last_backend("companion_step") == last_backend("companion_response") == "reference"
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"u": None}, TypeError, "u must be a tensor .*got NoneType"),
         ({"u": torch.ones(3, 5)}, ValueError, r"b must have shape \[D, n\] = \[5, 2\]"),
         (
             {"ring": torch.ones(3, 2, 4)},

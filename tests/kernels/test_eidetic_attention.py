@@ -19,8 +19,13 @@ class TestEideticAttention(contracts.EideticAttention):
     """Every check of the contract."""
 
 
+class TestLateEideticAttention(contracts.LateEideticAttention):
+    """Every check of the contract, with late keys."""
+
+
 WINDOW, MEMORY = 4, 3
 ZERO = torch.zeros(6, 3, dtype=torch.int64)
+LATE = {x: torch.zeros(2, 11, 2, 8) for x in ("late_k", "late_v")} | {"late_span": 2}
 
 # lengths and tokens before, by sequence; None: rows of a batch
 LAYOUTS = {
@@ -37,20 +42,28 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=["in C", "as it is", "small blocks", "products written out"])
+EAGER_FORMS = ("as it is", "small blocks", "products written out")
+
+
+@pytest.fixture
 def form(request, monkeypatch):
     """C, or torch with the plan of large calls, and of still larger ones, on small ones."""
-    if request.param in ("small blocks", "products written out"):
+    name = getattr(request, "param", "small blocks")
+    if name in ("small blocks", "products written out"):
         monkeypatch.setattr(plan, "block_size", lambda window: 2)
         monkeypatch.setattr(plan, "QUERIES", 3)
         monkeypatch.setattr(plan, "JOINED", 0)
         monkeypatch.setattr(plan, "SHORT", 2)
-    if request.param == "products written out":
+    if name == "products written out":
         monkeypatch.setattr(eager, "_has_fused", lambda x: False)
         monkeypatch.setattr(eager, "SCORES", 9)
-    backend = "cpu" if request.param == "in C" else "eager"
+    backend = "cpu" if name == "in C" else "eager"
     with use_backend(backend):
         yield backend
+
+
+EVERY_FORM = pytest.mark.parametrize("form", ["in C", *EAGER_FORMS], indirect=True)
+EVERY_EAGER_FORM = pytest.mark.parametrize("form", EAGER_FORMS, indirect=True)
 
 
 def draw(layout, *, late=False, mask=False, window=WINDOW, memory=MEMORY, dtype=torch.float64):
@@ -138,13 +151,27 @@ def test_scores_are_float32_under_autocast(by, monkeypatch):
     assert_same(run(call, by, autocast=True), plain, 1e-5)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@EVERY_FORM
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_backend_equals_the_loop_with_all_gradients(form, layout, mask, late):
-    assert_equals_the_loop(draw(layout, mask=mask, late=late), form)
+def test_every_backend_equals_the_loop_with_all_gradients(form, layout, mask):
+    assert_equals_the_loop(draw(layout, mask=mask), form)
 
 
+@EVERY_EAGER_FORM
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_late_keys_equal_the_loop_with_all_gradients(form, layout):
+    assert_equals_the_loop(draw(layout, mask=True, late=True), form)
+
+
+def test_late_keys_go_to_eager_wherever_the_choice_is_open():
+    for chosen in ("auto", "cpu", "triton"):
+        with use_backend(chosen):
+            eidetic_attention(**draw("batch", late=True))
+        assert last_backend("eidetic_attention") == "eager"
+
+
+@EVERY_FORM
 @pytest.mark.parametrize("layout", ["batch that goes on", "packed that goes on"])
 @pytest.mark.parametrize(
     ("window", "memory"), [(1, 3), (5, 0), (4, 9), (16, 3), (64, 2), (None, 0)]
@@ -155,16 +182,16 @@ def test_windows_and_memories_of_any_size(form, layout, window, memory):
     assert_equals_the_loop(call, form)
 
 
-def test_the_longest_windows_and_spans_of_int64_read_all_tokens(form):
-    longest = 2**63 - 1
-    call = draw("batch", memory=0)
-    everything = run({**call, "window": 11}, form)
-    assert_same(run({**call, "window": longest}, form), everything, 1e-12)
-    call = draw("batch", memory=0, late=True)
-    everything = run({**call, "late_span": 11}, form)
-    assert_same(run({**call, "late_span": longest}, form), everything, 1e-12)
+@pytest.mark.parametrize(
+    ("name", "backend"), [("window", "cpu"), ("window", "eager"), ("late_span", "eager")]
+)
+def test_the_longest_windows_and_spans_of_int64_read_all_tokens(name, backend):
+    call = draw("batch", memory=0, late=name == "late_span")
+    everything = run({**call, name: 11}, backend)
+    assert_same(run({**call, name: 2**63 - 1}, backend), everything, 1e-12)
 
 
+@EVERY_EAGER_FORM
 @pytest.mark.parametrize("span", [1, 4, 9])
 @pytest.mark.parametrize("layout", ["batch", "batch that goes on", "packed that goes on"])
 def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
@@ -176,9 +203,10 @@ def test_late_keys_reach_any_number_of_chunks_back(form, layout, span):
     assert_equals_the_loop(call, form)
 
 
+@EVERY_FORM
 def test_float32_errs_as_its_rounding_does(form):
-    call = draw("packed", late=True, dtype=torch.float32)
-    exact = draw("packed", late=True)
+    call = draw("packed", dtype=torch.float32)
+    exact = draw("packed")
     # scores of 8 products and sums over at most a dozen keys, forward and back
     assert_same(run(call, form), run(exact, "reference"), 64 * 2**-24)
 
@@ -209,38 +237,10 @@ def test_a_window_is_the_number_of_tokens_that_a_query_sees(backend):
     assert torch.allclose(got, expected.transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences():
-    call = draw("packed that goes on", mask=True, late=True)
-    names = [n for n, x in call.items() if isinstance(x, torch.Tensor) and x.requires_grad]
-
-    def attend(*tensors):
-        return eidetic_attention(**{**call, **dict(zip(names, tensors, strict=True))})
-
-    assert torch.autograd.gradcheck(attend, [call[name] for name in names], fast_mode=True)
-
-
-@torch.no_grad()
-def test_a_call_that_goes_on_equals_the_whole():
-    call = draw("batch", memory=0)
-    q, k, v = (call[name] for name in "qkv")
-    whole = eidetic_attention(q, k, v, window=WINDOW)
-    for cut in (1, 4, 7):
-        before = slice(max(0, cut - WINDOW), cut)
-        rest = eidetic_attention(
-            q[:, cut:],
-            k[:, cut:],
-            v[:, cut:],
-            window=WINDOW,
-            past_k=k[:, before],
-            past_v=v[:, before],
-            seen=torch.tensor([cut, cut]),
-        )
-        assert torch.allclose(rest, whole[:, cut:], rtol=1e-12, atol=1e-12)
-
-
 def pieces(call, cuts):
     """Give a batch to the op in pieces, each with the past it needs; return the outputs."""
-    found, window, span = [], call["window"], call["late_span"]
+    found, window, late = [], call["window"], "late_k" in call
+    span = call.get("late_span", 0)
     length = call["q"].shape[1]
     chunks = -(-length // window)
     memories = {
@@ -250,9 +250,9 @@ def pieces(call, cuts):
     for begin, end in itertools.pairwise((0, *cuts, length)):
         here = slice(begin // window, (end - 1) // window + 1)
         piece = {name: x[:, here].flatten(0, 1) for name, x in memories.items()}
-        for name in ("q", "k", "v", "late_k", "late_v"):
+        for name in ("q", "k", "v", "late_k", "late_v")[: None if late else 3]:
             piece[name] = call[name][:, begin:end]
-        for name, back in (("", window - 1), ("late_", window + span - 1)):
+        for name, back in (("", window - 1), ("late_", window + span - 1))[: 1 + late]:
             before = slice(max(0, begin - back), begin)
             for x in "kv":
                 piece[f"{name}past_{x}"] = call[f"{name}{x}"][:, before]
@@ -262,29 +262,17 @@ def pieces(call, cuts):
 
 
 @torch.no_grad()
+@EVERY_FORM
 @pytest.mark.parametrize("cuts", [range(1, 11), (4, 8), (3,), (1, 2, 7, 10)], ids=str)
 def test_pieces_with_their_past_equal_the_whole(form, cuts):
-    call = draw("batch", mask=True, late=True)
+    call = draw("batch", mask=True, late=form == "eager")
     for name in ("past_k", "past_v", "late_past_k", "late_past_v", "seen"):
-        del call[name]
+        call.pop(name, None)
     assert_same({"out": pieces(call, cuts)}, {"out": eidetic_attention(**call)}, 1e-12)
 
 
 @torch.no_grad()
-def test_later_tokens_do_not_change_earlier_outputs(form):
-    call = draw("batch", late=True, dtype=torch.float32)
-    before = eidetic_attention(**call)
-    for name in ("q", "k", "v", "late_k", "late_v"):
-        call[name] = torch.cat([call[name][:, :6], torch.randn_like(call[name][:, 6:])], dim=1)
-    call["mem_k"] = call["mem_k"].unflatten(0, (2, -1)).clone()
-    call["mem_k"][:, 2:] = 7.0  # chunks that begin at 8
-    call["mem_k"] = call["mem_k"].flatten(0, 1)
-    after = eidetic_attention(**call)
-    assert torch.equal(after[:, :6], before[:, :6])
-    assert not torch.equal(after[:, 6:], before[:, 6:])
-
-
-@torch.no_grad()
+@EVERY_FORM
 @pytest.mark.parametrize("layout", ["batch", "packed", "packed that goes on", "one token each"])
 def test_nan_stays_in_its_sequence(form, layout):
     call = draw(layout, dtype=torch.float32)
@@ -360,10 +348,11 @@ def assert_as_exact_as_torch(backend, width, dtype):
     assert_as_accurate(op, judge, list(tensors.values()), dtype)
 
 
+@EVERY_FORM
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_is_as_exact_as_the_loop_in_every_layout(form, layout, dtype):
-    tensors, rest = floating(draw(layout, mask=True, late=True, dtype=dtype))
+    tensors, rest = floating(draw(layout, mask=True, late=form == "eager", dtype=dtype))
 
     def on(backend):
         return lambda *x: eidetic_attention(
@@ -373,6 +362,7 @@ def test_half_precision_is_as_exact_as_the_loop_in_every_layout(form, layout, dt
     assert_as_accurate(on(form), on("reference"), list(tensors.values()), dtype)
 
 
+@EVERY_FORM
 def test_scores_beyond_the_range_of_float16_stay_finite(form):
     """The loop's scores are float32; 64 products of 200 and 200 are no float16 number."""
     call = draw("batch", dtype=torch.float16)
@@ -533,37 +523,6 @@ def test_training_keeps_outputs_and_sums_beside_the_inputs():
     assert sorted(x.numel() for x in kept.values()) == [out.numel() // 8, out.numel()]
 
 
-# --- torch.library and torch.compile ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_registered_ops_in_bfloat16_pass_opcheck(backend):
-    call = draw("packed that goes on", late=True, mask=True, dtype=torch.bfloat16)
-    tensors = {n: call[n].detach().requires_grad_() for n in Tensors._fields}
-    for name in ("q", "k", "v", "late_k", "late_v"):
-        tensors[name] = tensors[name].detach().flatten(0, 1).requires_grad_()
-    batch, length = call["q"].shape[:2]
-    offsets = call.get("cu_seqlens", torch.arange(batch + 1) * length).long()
-    indices = (call["mem_count"], call["mem_positions"], call["seen"], offsets)
-    rest = (WINDOW, 3, 0.3, backend)
-    forward, backward = (
-        getattr(torch.ops.ssmzoo, f"eidetic_attention{x}").default for x in ("", "_backward")
-    )
-    torch.library.opcheck(forward, (*tensors.values(), *indices, True, *rest))
-    inputs = [x.detach() for x in tensors.values()]
-    out, lse = forward(*inputs, *indices, True, *rest)
-    incoming = (torch.randn_like(out), out, lse)
-    torch.library.opcheck(backward, (*incoming, *inputs, *indices, *rest))
-
-
-def test_use_backend_redirects_auto():
-    with use_backend("reference"):
-        eidetic_attention(**draw("packed"))
-    assert last_backend("eidetic_attention") == "reference"
-    eidetic_attention(**draw("packed"))
-    assert last_backend("eidetic_attention") == "cpu"
-
-
 # --- the rest ---------------------------------------------------------------------------------
 
 
@@ -594,8 +553,12 @@ def test_chunks_are_counted_from_each_sequences_first_token():
         ({"mem_count": torch.zeros(6)}, TypeError, "mem_count must be an int64 tensor"),
         ({"seen": torch.zeros(3, dtype=torch.int64)}, ValueError, "seen must have shape"),
         ({"late_span": 2}, ValueError, "late_span must be at least 1 with late_k"),
+        (LATE | {"late_span": 0}, ValueError, "late_span must be at least 1 with late_k and 0"),
+        (LATE | {"seen": torch.tensor([9, 9])}, ValueError, "late_past_k must hold the 5 tokens"),
         ({"backend": "triton"}, ValueError, "needs CUDA tensors, got cpu"),
-        ({"backend": "flex"}, RuntimeError, "no backward on a CPU, and these tensors need grad"),
+        ({"backend": "flex"}, ValueError, "backend must be one of"),
+        (LATE | {"backend": "cpu"}, ValueError, "takes no late_k"),
+        (LATE | {"backend": "triton"}, ValueError, "takes no late_k"),
         ({"q": [1.0]}, TypeError, r"q must be a tensor \[B, L, H, d\], got list"),
         ({"q": torch.zeros(2, 11, 4)}, ValueError, r"q must have shape \[B, L, H, d\]"),
         ({"q": torch.zeros(2, 11, 0, 8)}, ValueError, "multiple of k's, got 0 and 2"),
@@ -630,20 +593,9 @@ def test_chunks_are_counted_from_each_sequences_first_token():
             "a memory for each of the 6 chunks, got 5",
         ),
         (
-            {x: torch.zeros(2, 11, 2, 8) for x in ("late_k", "late_v")},
-            ValueError,
-            "late_span must be at least 1 with late_k and 0 without, got 0",
-        ),
-        (
             {x: torch.zeros(2, 2, 2, 8) for x in ("late_past_k", "late_past_v")},
             ValueError,
             "late_past_k needs late_k",
-        ),
-        (
-            {x: torch.zeros(2, 11, 2, 8) for x in ("late_k", "late_v")}
-            | {"late_span": 2, "seen": torch.tensor([9, 9])},
-            ValueError,
-            "late_past_k must hold the 5 tokens",
         ),
     ],
 )

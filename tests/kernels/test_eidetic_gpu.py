@@ -31,7 +31,6 @@ def draw(
     width=64,
     window=128,
     memory=24,
-    late=0,
     positions=False,
     dtype=torch.float32,
 ):
@@ -44,7 +43,7 @@ def draw(
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE)
     before = torch.tensor(seen, device=DEVICE)
     tensors = {"q": random(1, tokens, heads=heads), "k": random(1, tokens), "v": random(1, tokens)}
-    rest = {"window": window, "seen": before, "cu_seqlens": offsets, "late_span": late}
+    rest = {"window": window, "seen": before, "cu_seqlens": offsets}
     if any(seen):
         past = max(seen) if window is None else window - 1
         tensors |= {"past_k": random(sequences, past), "past_v": random(sequences, past)}
@@ -56,12 +55,6 @@ def draw(
         if positions:
             back = 3 * torch.arange(memory, device=DEVICE)
             rest["mem_positions"] = ((chunks.number * window)[:, None] - 1 - back).clamp(min=0)
-    if late:
-        tensors |= {"late_k": random(1, tokens), "late_v": random(1, tokens)}
-        if any(seen):
-            past = window + late - 1
-            tensors["late_past_k"] = random(sequences, past)
-            tensors["late_past_v"] = random(sequences, past)
     return tensors, rest
 
 
@@ -103,8 +96,8 @@ def judge(tensors, rest, backend="triton"):
     ("lengths", "seen", "options"),
     [
         ([1000], [0], {}),
-        ([300, 0, 1, 517], [0, 5, 0, 0], {"late": 32, "positions": True}),
-        ([300, 129, 64, 7], [100, 0, 1000, 12], {"late": 200, "memory": 100}),
+        ([300, 0, 1, 517], [0, 5, 0, 0], {"positions": True}),
+        ([300, 129, 64, 7], [100, 0, 1000, 12], {"memory": 100}),
         ([700, 130], [3, 130], {"window": 200, "groups": 4}),
         ([260], [77], {"window": 1, "memory": 5}),
         ([300, 100], [0, 250], {"window": None, "memory": 0}),
@@ -130,11 +123,11 @@ def test_heads_of_any_width_equal_the_reference(width, dtype):
 @pytest.mark.parametrize("width", [64, 128])
 def test_decoding_equals_the_reference(width, dtype):
     seen = [0, 1, 127, 128, 129, 1000, 511, 512]
-    judge(*draw([1] * len(seen), seen, width=width, late=16, positions=True, dtype=dtype))
+    judge(*draw([1] * len(seen), seen, width=width, positions=True, dtype=dtype))
 
 
 def test_float64_keeps_float64_sums():
-    call = draw([300, 45], [77, 140], late=16, dtype=torch.float64)
+    call = draw([300, 45], [77, 140], dtype=torch.float64)
     found, exact = (results(*call, backend) for backend in ("triton", "reference"))
     for name, value in exact.items():
         assert (found[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
@@ -147,27 +140,20 @@ def test_a_cuda_tensor_goes_to_triton():
 
 
 def test_torch_equals_the_reference_too():
-    tensors, rest = draw([300, 129, 7], [100, 0, 12], late=32, positions=True)
+    tensors, rest = draw([300, 129, 7], [100, 0, 12], positions=True)
     found, exact = (results(tensors, rest, x, torch.float64) for x in ("eager", "reference"))
     for name, value in exact.items():
         assert (found[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("late", [0, 32])
-def test_flex_attention_equals_the_reference(late, dtype):
-    judge(*draw([300, 129, 7], [100, 0, 12], late=late, positions=True, dtype=dtype), "flex")
-
-
 def test_repeated_calls_give_the_same_bits():
-    call = draw([900, 300], [0, 100], late=32, dtype=torch.bfloat16)
+    call = draw([900, 300], [0, 100], dtype=torch.bfloat16)
     one, two = results(*call, "triton"), results(*call, "triton")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_calls_do_not_wait_for_the_gpu():
-    call = draw([900, 300], [0, 100], late=32, dtype=torch.bfloat16)
+    call = draw([900, 300], [0, 100], dtype=torch.bfloat16)
     results(*call, "triton")  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -56,18 +56,6 @@ def close(got, expected, tolerance):
 # --- accuracy: outputs, final state, all gradients ------------------------------------------
 
 
-@pytest.mark.parametrize("drive", [False, True])
-def test_results_equal_the_loops_in_float64(backend, solver, drive):
-    inputs = draw(B=3, L=150, D=18, N=5, drive=drive)
-    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT)
-    expected = outputs_and_grads(
-        functools.partial(feedback_scan, backend="reference"), inputs, torch.float64
-    )
-    for name, got in outputs_and_grads(op, inputs, torch.float64).items():
-        close(got, expected[name], 1e-12)
-    assert last_backend("feedback_scan solver") == solver
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_states_of_single_tokens_are_those_of_one_pass_bit_for_bit(name):
@@ -81,20 +69,6 @@ def test_states_of_single_tokens_are_those_of_one_pass_bit_for_bit(name):
     assert torch.equal(tensors["initial_state"], whole[1])
     if name == "reference":
         assert torch.equal(torch.cat(outputs, dim=1), whole[0])
-
-
-@pytest.mark.parametrize("kind", ["plain", "filtered", "driven", "packed"])
-def test_gradients_pass_gradcheck(backend, solver, kind):
-    """G7: every backward path, with w_gamma, D, drive, initial state, packed."""
-    packed = kind == "packed"
-    shape = {"B": 1, "L": 11, "D": 2, "N": 3, "segments": 3 if packed else None}
-    inputs = draw(**shape, drive=kind == "driven")
-    if kind == "plain":
-        inputs[4] = inputs[5] = None
-    options = {"cu_seqlens": bounds(5, 0, 6)} if packed else {}
-    op = functools.partial(feedback_scan, backend=backend, solver=solver, **TIGHT, **options)
-    leaves = [x if x is None else x.requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(op, leaves)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +88,10 @@ def test_the_gate_in_c_keeps_its_error_budget(dtype, per_unit):
 # --- determinism ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("packed", "width"), [(False, 200), (True, 200), (False, 20)])
-def test_any_number_of_threads_gives_the_same_bits(packed, width):
-    options = {"cu_seqlens": bounds(100, 1, 0, 199)} if packed else {}
-    batch = 1 if packed else 2000 // width
-    inputs = draw(B=batch, L=300, D=width, N=16, segments=4 if packed else None)
-    op = functools.partial(feedback_scan, backend="cpu", **options)
+def test_sequences_side_by_side_give_the_same_bits_on_any_number_of_threads():
+    """As lanes of a vector, where there are few channels; the contract has many."""
+    inputs = draw(B=100, L=50, D=20, N=16)
+    op = functools.partial(feedback_scan, backend="cpu")
     before = torch.get_num_threads()
     results = []
     try:
@@ -183,7 +155,7 @@ def test_the_specifications_vector(name, how):
         torch.testing.assert_close(got.flatten(), numbers(*values), rtol=0, atol=6e-7)
 
 
-@pytest.mark.parametrize("shape", [(2, 37, 5, 1), (1, 1, 3, 3), (2, 130, 4, 5)])
+@pytest.mark.parametrize("shape", [(2, 37, 5, 1), (1, 1, 3, 3), (2, 130, 4, 5), (3, 150, 18, 5)])
 def test_solvers_and_backends_agree(shape):
     """G5: with an initial state, L = 1, no multiple of a block, n = 1, n no power of two."""
     inputs = draw(*shape)
@@ -607,11 +579,7 @@ def test_boundaries_that_differ_are_refused_by_vmap():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "cuda"}, "backend must be one of .*got 'cuda'"),
-        ({"backend": "triton"}, "needs CUDA tensors, got cpu"),
         ({"solver": "picard"}, "solver must be one of march, newton, auto, got 'picard'"),
-        ({"gate": "tanh"}, "gate must be 'sigmoid' or 'linear', got 'tanh'"),
-        ({"gate": "linear", "backend": "cpu"}, "exists only as a reference, got backend='cpu'"),
         ({"gate": "linear", "solver": "newton"}, "the reference only marches, got solver=.newton"),
         ({"backend": "reference", "solver": "newton"}, "the reference only marches"),
         ({"tolerance": 0.0}, "tolerance must be positive and finite, got 0.0"),
@@ -657,38 +625,19 @@ def test_newton_solve_refuses_what_does_not_fit(options, message):
         newton_solve(**{"u": u, "lam": lam, "w": w} | options)
 
 
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
-    ("spoiled", "place", "message"),
-    [
-        (0, (1, 3, 2), "u must be finite, got nan at batch row 1, token 3, feature 2"),
-        (1, (4, 1), "lam must be finite, got nan at feature 4, state 1"),
-        (2, (0, 3), "w must be finite, got nan at feature 0, state 3"),
-        (3, (2, 2), "C must be finite, got nan at feature 2, state 2"),
-        (4, (2, 0), "w_gamma must be finite, got nan at feature 2, state 0"),
-        (5, (3,), "D must be finite, got nan at feature 3"),
-        (6, (0, 8, 4), "drive must be finite, got nan at batch row 0, token 8, feature 4"),
-        (7, (1, 0, 3), "initial_state must be finite, got nan at sequence 1, feature 0, state 3"),
-    ],
+    ("name", "value"),
+    [("cpu", "nan"), ("cpu", "inf"), ("cpu", "-inf"), ("eager", "nan"), ("reference", "inf")],
 )
-def test_values_that_are_not_finite_are_named(name, spoiled, place, message):
-    inputs = [x.clone() for x in draw(drive=True)]
-    inputs[spoiled][place] = float("nan")
-    with pytest.raises(ValueError, match=f"feedback_scan: {message}"):
-        feedback_scan(*inputs, backend=name)
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
 @pytest.mark.parametrize("spoiled", range(8))
-def test_infinite_values_are_named_too(name, value, spoiled):
+def test_values_that_are_not_finite_are_named(name, value, spoiled):
     """Where the gate saturates, too: w and drive never reach the state."""
     inputs = [x.clone() for x in draw(dtype=torch.float32, drive=True)]
     axes = ("batch row", "token", "feature")
     axes = {1: axes[2:], 2: ("feature", "state"), 3: axes}[inputs[spoiled].dim()]
     axes = ("sequence", "feature", "state") if spoiled == 7 else axes
     last = [size - 1 for size in inputs[spoiled].shape]
-    inputs[spoiled][tuple(last)] = value
+    inputs[spoiled][tuple(last)] = float(value)
     place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, last, strict=True))
     message = f"feedback_scan: {NAMES[spoiled]} must be finite, got {value} at {place}"
     with pytest.raises(ValueError, match=f"^{message}$"):

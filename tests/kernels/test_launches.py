@@ -21,6 +21,7 @@ from ssmzoo_kernels.declaration import declared
 from ssmzoo_kernels.eidetic_attention import triton as attention_triton
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.feedback_scan import triton as feedback_triton
+from ssmzoo_kernels.feedback_scan.inputs import Inputs
 from ssmzoo_kernels.gated_linear_attention import triton as matrix_triton
 from ssmzoo_kernels.linear_scan import triton as linear_triton
 from ssmzoo_kernels.rms_norm import triton as norm_triton
@@ -95,7 +96,7 @@ def calls(dtype=torch.bfloat16):
             *(x, keys, keys, x, None, None, None, start, offsets, False)
         ),
         "feedback_scan": lambda: feedback_triton.forward(
-            *(x, columns, columns, columns, None, None, None, start, offsets, False)
+            Inputs(x, columns, columns, columns, None, None, None, start), offsets, False
         ),
         "linear_scan": lambda: linear_triton.forward(x, x, None, offsets),
         "gated_linear_attention": lambda: matrix_triton.forward(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tests.kernels import contracts
-from tests.kernels.triton_processes import assert_no_spills, compiled
 
 from ssmzoo_kernels import linear_scan
 
@@ -148,20 +147,3 @@ def test_real_and_complex_tensors_do_not_mix(name, other):
 
 
 # --- the Triton kernels -----------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_the_kernels_compile_without_spills_and_a_lane_has_a_column():
-    pytest.importorskip("triton", reason="triton is not installed")
-    runs = {"linear_scan_fwd_kernel", "linear_scan_bwd_kernel"}
-    cut = {"linear_carry_kernel", "linear_combine_kernel"}
-    kernels = {"model": runs | cut, "whole": runs, "complex": runs | cut}
-    records = compiled("compiled_linear.py", *kernels)
-    assert {(r["case"], r["kernel"], r["target"]) for r in records} == {
-        (case, kernel, target)
-        for case, expected in kernels.items()
-        for kernel in expected
-        for target in ("sm_80", "sm_90")
-    }
-    assert all(r["layouts"] == [[[1], [32]]] for r in records), records
-    assert_no_spills(records, {"sm_80": 48 * 1024, "sm_90": 48 * 1024})

@@ -41,7 +41,7 @@ def test_what_is_outside_of_loops_counts_where_a_kernel_is_one_pass():
 def read(text):
     found = {}
     for row in csv.DictReader(io.StringIO(text)):
-        key = tuple(row.pop(name) for name in ("script", "case", "kernel"))
+        key = tuple(row.pop(name) for name in ("group", "case", "kernel"))
         found[key] = {name: float(x) for name, x in row.items()}
     return found
 

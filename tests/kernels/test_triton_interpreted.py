@@ -7,15 +7,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 # few processes, because each loads torch and triton; several, for workers to share
 PROCESSES = (
-    ("interpreted_eidetic.py", "interpreted_linear.py", "interpreted_linear_attention.py"),
-    (
-        "interpreted_triton.py",
-        "interpreted_feedback.py",
-        "interpreted_diagonal.py",
-        "interpreted_innovation.py",
-        "interpreted_companion.py",
-        "interpreted_rms_norm.py",
-    ),
+    ("interpreted_ops.py",),
+    ("interpreted_eidetic.py", "interpreted_feedback.py", "interpreted_diagonal.py"),
 )
 
 

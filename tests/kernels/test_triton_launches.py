@@ -17,6 +17,7 @@ from ssmzoo_kernels.diagonal_step import triton as step_triton
 from ssmzoo_kernels.eidetic_attention import triton as attention_triton
 from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.feedback_scan import triton as feedback_triton
+from ssmzoo_kernels.feedback_scan.inputs import Inputs, Stop
 from ssmzoo_kernels.feedback_scan.newton import NotConverged
 from ssmzoo_kernels.innovation import triton as innovation_triton
 from ssmzoo_kernels.vandermonde import triton as vandermonde_triton
@@ -38,11 +39,11 @@ def launches(monkeypatch):
 def feedback(width, states, sequences=1):
     u, columns = torch.zeros(4 * sequences, width), torch.zeros(width, states)
     offsets = torch.arange(sequences + 1) * 4
-    inputs = (u, columns, columns, columns, None, None, None, None, offsets)
-    out, final, saved = feedback_triton.forward(*inputs, True)
-    feedback_triton.backward(out, final, *inputs, saved)
+    inputs = Inputs(u, columns, columns, columns, None, None, None, None)
+    out, final, saved = feedback_triton.forward(inputs, offsets, True)
+    feedback_triton.backward(out, final, inputs, offsets, saved)
     with contextlib.suppress(NotConverged):  # residuals of nothing are what memory held
-        feedback_triton.newton(*inputs, False, tolerance=1e-6, max_iterations=None, damping=0.0)
+        feedback_triton.newton(inputs, offsets, False, Stop(1e-6, None, 0.0))
 
 
 def diagonal(batch):

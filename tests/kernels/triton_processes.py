@@ -13,7 +13,6 @@ REGISTERS = {"gfx942": 512}  # of a lane, where a program has no more than four 
 # CPU seconds of one kernel's compilation, ptxas included: six times what the slowest took, so that
 # a busy machine, whose shared caches and hyperthreads make CPU seconds longer, passes
 COMPILE_SECONDS = 10
-ON_OTHERS = ("--targets", *(name.removeprefix("sm_") for name in OTHERS))
 
 
 def run(command, **environment):
@@ -38,12 +37,13 @@ def assert_interpreted(*names):
     assert "skipped" not in out, out
 
 
-def compiled(name, *cases):
-    """Return what a ``compiled_*.py`` tells of every kernel of some cases, a record each.
+def compiled(*arguments):
+    """Return what ``compiled.py`` tells of every kernel of some cases, a record each.
 
     No kernel may take long to compile. Triton's cache may have one that was compiled before.
     """
-    records = [json.loads(line) for line in run([str(HERE / name), *cases]).splitlines()]
+    lines = run([str(HERE / "compiled.py"), *arguments]).splitlines()
+    records = [json.loads(line) for line in lines]
     slow = [record for record in records if record["seconds"] > COMPILE_SECONDS]
     assert not slow, f"more than {COMPILE_SECONDS} CPU seconds to compile: {slow}"
     return records

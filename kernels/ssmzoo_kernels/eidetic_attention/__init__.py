@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,11 +14,6 @@ from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.validation import Packing
 
 OP = "eidetic_attention"
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"ssmzoo_kernels.eidetic_attention.{name}")
-
 
 _INDICES = {"mem_count": "n int64?", "mem_positions": "n m int64?", "seen": "S int64?"}
 ATTENTION = Op(
@@ -44,9 +38,10 @@ ATTENTION = Op(
     least={"q": "column"},
     saved="T H",
     keeps=("out", "saved", *Tensors._fields, *_INDICES, "offsets"),
-    offers=("reference", "eager", "flex", "cpu", "triton"),
     reference=reference.eidetic_attention,
-    kernels=lambda name: Kernels(_module(name)),
+    kernels=lambda name: Kernels(
+        importlib.import_module(f"ssmzoo_kernels.eidetic_attention.{name}")
+    ),
 )
 _LONGEST = 2**60  # longer than any sequence, and sums of a few such numbers are int64
 # columns of a head that a GPU kernel's registers hold
@@ -106,9 +101,8 @@ def eidetic_attention(
         late_past_v: Their values.
         late_span: How many late keys a query sees.
         scale: Of the scores; ``d ** -0.5`` if absent.
-        backend: "auto" goes by device, and never takes "flex", torch's ``flex_attention``, which
-            compiles when first called and has no backward on a CPU. Naming a backend that cannot
-            run is an error.
+        backend: "auto" goes by device; with late keys only "eager" and "reference" can run.
+            Naming a backend that cannot run is an error.
 
     Returns:
         The outputs ``[B, L, H, d]``. Gradients flow to all keys and values; those of the memory's
@@ -157,6 +151,7 @@ def eidetic_attention(
     window = None if window is None else min(window, _LONGEST)
     late_span = min(late_span, _LONGEST)
     factor = float(width) ** -0.5 if scale is None else scale
+    options = {"window": window, "late_span": late_span, "scale": factor}
     kinds = {x.dtype for x in given if x is not None}
     if kinds - {*_WIDEST}:
         raise TypeError(
@@ -170,30 +165,31 @@ def eidetic_attention(
                 f'{OP}(backend="triton") takes heads of at most {_WIDEST[dtype]} columns in '
                 f'{dtype}, got {width}; use backend="auto" or "eager"'
             )
-        offers = ("reference", "eager", "flex", "cpu")
+        offers = ("reference", "eager", "cpu")
+    if late_k is not None:
+        if backend in ("cpu", "triton"):
+            raise ValueError(
+                f'{OP}(backend="{backend}") takes no late_k; use backend="auto" or "eager"'
+            )
+        offers = ("reference", "eager")
     chosen = ATTENTION.choose(backend, q, dtype=dtype, offers=offers)
-    call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
-    if chosen in ("reference", "flex") and not torch.compiler.is_compiling():
-        check_values(Tensors(*given), call)
     if chosen == "reference":
+        if not torch.compiler.is_compiling():
+            call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
+            check_values(Tensors(*given), call)
         record(OP, "reference")
         late = None
         if late_k is not None and late_v is not None:
             late = late_k, late_v, late_past_k, late_past_v
         arguments = (q, k, v, mem_k, mem_v, mem_count, past_k, past_v, late, mem_positions)
-        options = {"window": window, "late_span": late_span, "scale": factor}
         return reference.eidetic_attention(*arguments, offsets, seen, **options)
 
     tensors = Tensors(*(None if x is None else x.to(dtype) for x in given))  # pyright: ignore[reportArgumentType]
     rows = {name: getattr(tensors, name) for name in ("q", "k", "v", "late_k", "late_v")}
     flat = {name: x.flatten(0, 1) for name, x in rows.items() if x is not None}
     tensors = tensors._replace(**flat)
-    if chosen == "flex":  # torch's op, with gradients of its own
-        out = _module("flex").eidetic_attention(tensors, call)
-    else:
-        options = {"window": window, "late_span": late_span, "scale": factor}
-        indices = (mem_count, mem_positions, seen)
-        out = ATTENTION.run(chosen, (*tensors, *indices), options, offsets)
+    indices = (mem_count, mem_positions, seen)
+    out = ATTENTION.run(chosen, (*tensors, *indices), options, offsets)
     return out.view(q.shape).to(q.dtype)
 
 

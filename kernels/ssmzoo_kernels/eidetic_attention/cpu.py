@@ -13,13 +13,7 @@ from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 
 _SOURCE = Path(__file__).with_name("eidetic_attention.c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_TABLES = (
-    ("k", "v"),
-    ("past_k", "past_v"),
-    ("late_k", "late_v"),
-    ("late_past_k", "late_past_v"),
-    ("mem_k", "mem_v"),
-)
+_TABLES = (("k", "v"), ("past_k", "past_v"), ("mem_k", "mem_v"))
 
 
 class _Table(ctypes.Structure):
@@ -35,7 +29,7 @@ class _Inputs(ctypes.Structure):
         ("stride_q", _INTEGER),
         ("tables", _Table * len(_TABLES)),
         *((x, _POINTER) for x in ("mem_count", "mem_positions", "offsets", "seen")),
-        *((x, _INTEGER) for x in ("segments", "heads", "groups", "width", "window", "late_span")),
+        *((x, _INTEGER) for x in ("segments", "heads", "groups", "width", "window")),
         ("scale", ctypes.c_double),
     )
 
@@ -150,6 +144,5 @@ def _inputs(tensors: Tensors, call: Call) -> _Inputs:
         groups,
         width,
         window,
-        call.late_span,
         call.scale,
     )

@@ -1,6 +1,6 @@
 /* Eidetic attention by blocks of queries, forward and backward.
  *
- * Whatever a key is (of the window, late, remembered), the queries of a block that see it are
+ * Whatever a key is (of the window or remembered), the queries of a block that see it are
  * neighbours. So a block goes over tiles of keys of any kind, and each key has the first query that
  * sees it and the one behind the last. Scores are turned, a row a key, so that maxima and sums run
  * over whole vectors of queries. README.md has the equations; its names are the words here.
@@ -12,8 +12,8 @@
 
 #include "matrices.h"
 
-enum { QUERIES = 64, KEYS = 64, TABLES = 5 };
-enum { TOKENS, PAST, LATE, LATE_PAST, MEMORY };
+enum { QUERIES = 64, KEYS = 64, TABLES = 3 };
+enum { TOKENS, PAST, MEMORY };
 
 /* Keys and values of some tokens, and how many rows each sequence or chunk has if they lie apart. */
 typedef struct {
@@ -28,7 +28,6 @@ typedef struct {
   const int64_t *mem_count, *mem_positions, *offsets, *seen;
   int64_t segments, heads, groups, width;
   int64_t window; /* of all tokens, it is longer than any sequence */
-  int64_t late_span;
   double scale;
 } Inputs;
 
@@ -78,29 +77,19 @@ static const REAL log2_e = (REAL)1.4426950408889634, one = 1;
 
 /* --- which keys ------------------------------------------------------------------------------ */
 
-/* Find the runs of a band of keys: a query sees `reach` of them, the newest `shift` behind it. */
-static int64_t band(const Inputs *in, const Block *x, int64_t tokens, int64_t shift, int64_t reach,
-                    Run *runs) {
+/* Find the runs of keys that a block reads: of its window, then of its chunk's memory. */
+static int64_t find_runs(const Inputs *in, const Block *x, Run *runs) {
   int64_t seen = in->seen[x->segment], begin = in->offsets[x->segment], found = 0;
-  int64_t rows = in->tables[tokens + 1].rows, low = x->position - shift - reach + 1;
-  int64_t end = x->position + x->count - shift;
+  int64_t rows = in->tables[PAST].rows, low = x->position - in->window + 1;
+  int64_t end = x->position + x->count;
   if (low < 0) low = 0;
   if (low < seen - rows) low = seen - rows;
-  if (low < seen && low < end) {
-    int64_t last = smaller(seen, end);
-    runs[found++] = (Run){tokens + 1, x->segment * rows + rows - seen + low, last - low,
-                          low + shift - x->position, reach};
-    low = last;
+  if (low < seen) {
+    runs[found++] = (Run){PAST, x->segment * rows + rows - seen + low, seen - low,
+                          low - x->position, in->window};
+    low = seen;
   }
-  if (low < end)
-    runs[found++] =
-        (Run){tokens, begin + low - seen, end - low, low + shift - x->position, reach};
-  return found;
-}
-
-static int64_t find_runs(const Inputs *in, const Block *x, Run *runs) {
-  int64_t found = band(in, x, TOKENS, 0, in->window, runs);
-  if (in->tables[LATE].k) found += band(in, x, LATE, in->window, in->late_span, runs + found);
+  runs[found++] = (Run){TOKENS, begin + low - seen, end - low, low - x->position, in->window};
   if (in->tables[MEMORY].k && in->mem_count[x->chunk])
     runs[found++] = (Run){MEMORY, x->chunk * in->tables[MEMORY].rows, in->mem_count[x->chunk], 0, 0};
   return found;

@@ -1,13 +1,13 @@
 """Eidetic attention on GPUs: one pass with an online softmax; three kernels for the backward.
 
 Forward: a program owns ``BLOCK_M`` queries of a chunk and a head, and walks over the tiles of the
-window, of the late keys and of the chunk's memory. Backward: the same walk for the gradient of the
+window and of the chunk's memory. Backward: the same walk for the gradient of the
 queries; then a program owns ``BLOCK_N`` keys of a sequence, or rows of a chunk's memory, and walks
 over the queries that see them. Nothing is added atomically.
 
-A position counts from a sequence's first token; rows from before the call lie in ``past``. A band
-is a stream of tokens: a query at p sees the keys from ``p - SHIFT - REACH + 1`` to ``p - SHIFT``.
-Scores carry a factor log2(e), so that powers of two do.
+A position counts from a sequence's first token; rows from before the call lie in ``past``. A query
+at p sees the keys from ``p - WINDOW + 1`` to ``p``. Scores carry a factor log2(e), so that powers
+of two do. Calls with late keys never come here.
 """
 
 # a kernel launch is no ordinary call: Triton's types do not describe it
@@ -26,9 +26,10 @@ from ssmzoo_kernels.eidetic_attention.arguments import Call, Tensors
 from ssmzoo_kernels.launches import cdiv, launch, next_power_of_2
 
 UNBOUNDED = 1 << 30  # a window that no sequence fills
+_READ = 7  # tensors, without the late ones
 LOG2_E = 1.4426950408889634
 # numbers of rows make no new variants; what a model fixes is compiled in
-VARYING = ("sequences", "past_rows", "late_rows")
+VARYING = ("sequences", "past_rows")
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def meet(
 
 
 @triton.jit
-def read_band(
+def read_window(
     one,
     two,
     acc,
@@ -124,8 +125,7 @@ def read_band(
     scale,
     stride_k,
     stride_v,
-    SHIFT: tl.constexpr,
-    REACH: tl.constexpr,
+    WINDOW: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -133,15 +133,15 @@ def read_band(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Let queries at positions ``first`` to ``last`` read a band; k, v point at their head."""
+    """Let queries at ``first`` to ``last`` read their window; k, v point at their head."""
     column = tl.arange(0, BLOCK_D)[None, :]
     i = tl.arange(0, BLOCK_N)
-    low = tl.maximum(first - SHIFT - REACH + 1, 0)
-    high = last - SHIFT + 1
+    low = tl.maximum(first - WINDOW + 1, 0)
+    high = last + 1
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_N)
     # all queries see the tiles from the last one's oldest key to the first one's newest
-    inner = tl.minimum(tl.cdiv(tl.maximum(last - SHIFT - REACH + 1 - low, 0), BLOCK_N), tiles)
-    outer = tl.maximum(inner, tl.maximum(first - SHIFT + 1 - low, 0) // BLOCK_N)
+    inner = tl.minimum(tl.cdiv(tl.maximum(last - WINDOW + 1 - low, 0), BLOCK_N), tiles)
+    outer = tl.maximum(inner, tl.maximum(first + 1 - low, 0) // BLOCK_N)
     for part in tl.static_range(3):
         start = 0 if part == 0 else (inner if part == 1 else outer)
         stop = inner if part == 0 else (outer if part == 1 else tiles)
@@ -153,8 +153,8 @@ def read_band(
             v_rows = rows_at(v, past_v, begin, old, at, seen, stride_v, G * D, BLOCK_N)
             keys = tl.load(k_rows + column, mask=live, other=0.0)
             values = tl.load(v_rows + column, mask=live, other=0.0)
-            behind = p[:, None] - SHIFT - key[None, :]
-            visible = (behind >= 0) & (behind < REACH) & (key < high)[None, :]
+            behind = p[:, None] - key[None, :]
+            visible = (behind >= 0) & (behind < WINDOW) & (key < high)[None, :]
             one, two, acc = meet(
                 one, two, acc, q, g, keys, values, visible, scale, part != 1, BACKWARD, ACC
             )
@@ -178,10 +178,6 @@ def read_all(
     v,
     past_k,
     past_v,
-    late_k,
-    late_v,
-    late_past_k,
-    late_past_v,
     mem_k,
     mem_v,
     mem_count,
@@ -189,14 +185,10 @@ def read_all(
     begin,
     seen,
     past_rows,
-    late_rows,
     scale,
     stride_k,
     stride_v,
-    stride_late_k,
-    stride_late_v,
     WINDOW: tl.constexpr,
-    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -205,12 +197,12 @@ def read_all(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Let the queries of a block read window, late keys and memory."""
+    """Let the queries of a block read window and memory."""
     of = head_group * D
     if past_k is not None:
         past_k += of
         past_v += of
-    one, two, acc = read_band(
+    one, two, acc = read_window(
         one,
         two,
         acc,
@@ -229,7 +221,6 @@ def read_all(
         scale,
         stride_k,
         stride_v,
-        0,
         WINDOW,
         G,
         D,
@@ -238,38 +229,6 @@ def read_all(
         BLOCK_N,
         BLOCK_D,
     )
-    if late_k is not None:
-        if late_past_k is not None:
-            late_past_k += of
-            late_past_v += of
-        one, two, acc = read_band(
-            one,
-            two,
-            acc,
-            q,
-            g,
-            p,
-            first,
-            last,
-            late_k + of,
-            late_v + of,
-            late_past_k,
-            late_past_v,
-            begin,
-            sequence * late_rows + late_rows - seen,
-            seen,
-            scale,
-            stride_late_k,
-            stride_late_v,
-            WINDOW,
-            SPAN,
-            G,
-            D,
-            BACKWARD,
-            ACC,
-            BLOCK_N,
-            BLOCK_D,
-        )
     if mem_k is not None:
         column = tl.arange(0, BLOCK_D)[None, :]
         count = tl.load(mem_count + chunk)
@@ -330,10 +289,6 @@ def eidetic_attention_fwd_kernel(
     mem_v,
     past_k,
     past_v,
-    late_k,
-    late_v,
-    late_past_k,
-    late_past_v,
     mem_count,
     mem_positions,
     out,
@@ -344,15 +299,11 @@ def eidetic_attention_fwd_kernel(
     first_chunk,
     sequences,
     past_rows,
-    late_rows,
     scale: tl.constexpr,
     stride_q: tl.constexpr,
     stride_k: tl.constexpr,
     stride_v: tl.constexpr,
-    stride_late_k: tl.constexpr,
-    stride_late_v: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -393,10 +344,6 @@ def eidetic_attention_fwd_kernel(
         v,
         past_k,
         past_v,
-        late_k,
-        late_v,
-        late_past_k,
-        late_past_v,
         mem_k,
         mem_v,
         mem_count,
@@ -404,14 +351,10 @@ def eidetic_attention_fwd_kernel(
         begin,
         past,
         past_rows,
-        late_rows,
         scale,
         stride_k,
         stride_v,
-        stride_late_k,
-        stride_late_v,
         WINDOW,
-        SPAN,
         ROWS,
         G,
         D,
@@ -438,10 +381,6 @@ def eidetic_attention_bwd_query_kernel(
     mem_v,
     past_k,
     past_v,
-    late_k,
-    late_v,
-    late_past_k,
-    late_past_v,
     mem_count,
     mem_positions,
     grad_q,
@@ -452,15 +391,11 @@ def eidetic_attention_bwd_query_kernel(
     first_chunk,
     sequences,
     past_rows,
-    late_rows,
     scale: tl.constexpr,
     stride_q: tl.constexpr,
     stride_k: tl.constexpr,
     stride_v: tl.constexpr,
-    stride_late_k: tl.constexpr,
-    stride_late_v: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -505,10 +440,6 @@ def eidetic_attention_bwd_query_kernel(
         v,
         past_k,
         past_v,
-        late_k,
-        late_v,
-        late_past_k,
-        late_past_v,
         mem_k,
         mem_v,
         mem_count,
@@ -516,14 +447,10 @@ def eidetic_attention_bwd_query_kernel(
         begin,
         past,
         past_rows,
-        late_rows,
         scale,
         stride_k,
         stride_v,
-        stride_late_k,
-        stride_late_v,
         WINDOW,
-        SPAN,
         ROWS,
         G,
         D,
@@ -622,8 +549,7 @@ def eidetic_attention_bwd_band_kernel(
     stride_q: tl.constexpr,
     stride_k: tl.constexpr,
     stride_v: tl.constexpr,
-    SHIFT: tl.constexpr,
-    REACH: tl.constexpr,
+    WINDOW: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -632,7 +558,7 @@ def eidetic_attention_bwd_band_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the gradients of one block of a band's keys and values and one of their heads."""
+    """Write the gradients of one block of keys and values and one of their heads."""
     slot, group = tl.program_id(0), tl.program_id(1)
     if slot >= tl.load(ends + sequences - 1):
         return
@@ -655,14 +581,12 @@ def eidetic_attention_bwd_band_kernel(
     keys = tl.load(k_rows + column, mask=live, other=0.0)
     values = tl.load(v_rows + column, mask=live, other=0.0)
     oldest, newest = at, tl.minimum(at + BLOCK_N, now) - 1
-    first = tl.maximum(oldest + SHIFT, past)
-    end = tl.minimum(newest + SHIFT + REACH, now)
+    first = tl.maximum(oldest, past)
+    end = tl.minimum(newest + WINDOW, now)
     tiles = tl.cdiv(tl.maximum(end - first, 0), BLOCK_M)
     # all keys are seen from the newest one's own query to the oldest one's last
-    inner = tl.minimum(tl.cdiv(tl.maximum(newest + SHIFT - first, 0), BLOCK_M), tiles)
-    outer = tl.maximum(
-        inner, tl.maximum(tl.minimum(oldest + SHIFT + REACH, end) - first, 0) // BLOCK_M
-    )
+    inner = tl.minimum(tl.cdiv(tl.maximum(newest - first, 0), BLOCK_M), tiles)
+    outer = tl.maximum(inner, tl.maximum(tl.minimum(oldest + WINDOW, end) - first, 0) // BLOCK_M)
     if BLOCK_D > 128:  # of one loop, whose addresses the registers hold too
         inner, outer = 0, 0
     change_k, change_v = see(
@@ -684,8 +608,8 @@ def eidetic_attention_bwd_band_kernel(
         group,
         scale,
         stride_q,
-        SHIFT,
-        REACH,
+        0,
+        WINDOW,
         H,
         G,
         D,
@@ -884,7 +808,7 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
         launch(
             eidetic_attention_fwd_kernel,
             (grid.slots, heads),
-            *tensors,
+            *tensors[:_READ],
             call.mem_count,
             call.mem_positions,
             out,
@@ -921,7 +845,7 @@ def backward(
         grad_out,
         out,
         lse,
-        *tensors,
+        *tensors[:_READ],
         call.mem_count,
         call.mem_positions,
         grads.q,
@@ -930,40 +854,33 @@ def backward(
         **_query_constants(tensors, call, shape),
     )
     shape = tile(width, q.dtype, "keys", target_of(q.device))
-    bands = [(0, window, tensors[1:3], tensors[5:7], grads[1:3], grads[5:7])]
-    if tensors.late_k is not None:
-        late = (tensors[7:9], tensors[9:], grads[7:9], grads[9:])
-        bands.append((window, call.late_span, *late))
-    for shift, reach, (k, v), past, grad_new, grad_past in bands:
-        assert k is not None
-        assert v is not None
-        rows = 0 if past[0] is None else past[0].shape[1]
-        sequences, block = call.seen.shape[0], shape.owned
-        keys = call.offsets.diff() + call.seen.clamp(max=rows)
-        slots = (tokens + sequences * rows) // block + sequences
-        launch(
-            eidetic_attention_bwd_band_kernel,
-            (slots, k.shape[1]),
-            *incoming,
-            k,
-            v,
-            *past,
-            *grad_new,
-            *(x if rows else None for x in grad_past),
-            call.offsets,
-            call.seen,
-            (-(-keys // block)).cumsum(0),
-            sequences,
-            rows,
-            stride_q=q.stride(0),
-            stride_k=k.stride(0),
-            stride_v=v.stride(0),
-            SHIFT=shift,
-            REACH=reach,
-            BLOCK_M=shape.met,
-            BLOCK_N=shape.owned,
-            **_constants(tensors, call, shape),
-        )
+    rows = 0 if tensors.past_k is None else tensors.past_k.shape[1]
+    sequences, block = call.seen.shape[0], shape.owned
+    keys = call.offsets.diff() + call.seen.clamp(max=rows)
+    launch(
+        eidetic_attention_bwd_band_kernel,
+        ((tokens + sequences * rows) // block + sequences, tensors.k.shape[1]),
+        *incoming,
+        tensors.k,
+        tensors.v,
+        tensors.past_k,
+        tensors.past_v,
+        grads.k,
+        grads.v,
+        *((grads.past_k, grads.past_v) if rows else (None, None)),
+        call.offsets,
+        call.seen,
+        (-(-keys // block)).cumsum(0),
+        sequences,
+        rows,
+        stride_q=q.stride(0),
+        stride_k=tensors.k.stride(0),
+        stride_v=tensors.v.stride(0),
+        WINDOW=window,
+        BLOCK_M=shape.met,
+        BLOCK_N=shape.owned,
+        **_constants(tensors, call, shape),
+    )
     if tensors.mem_k is not None:
         memories, rows, groups, _ = tensors.mem_k.shape
         tiles = (memories, cdiv(rows, shape.owned), groups)
@@ -996,7 +913,7 @@ def _prepare(tensors: Tensors) -> Tensors:
     """Return the tensors as the kernels read them; those without any row as absent."""
     found = []
     for name, x in zip(Tensors._fields, tensors, strict=True):
-        rows = 1 if name in ("q", "k", "v", "late_k", "late_v") else 2
+        rows = 1 if name in ("q", "k", "v") else 2
         if x is None or (rows == 2 and not x.shape[0] * x.shape[1]):
             found.append(None)
         elif rows == 1 and x.stride()[1:] == (x.shape[2], 1) and x.stride(0) < 2**24:
@@ -1007,21 +924,17 @@ def _prepare(tensors: Tensors) -> Tensors:
 
 
 def _places(tensors: Tensors, call: Call, grid: _Grid) -> tuple[Tensor | int, ...]:
-    pasts = (0 if x is None else x.shape[1] for x in (tensors.past_k, tensors.late_past_k))
+    rows = 0 if tensors.past_k is None else tensors.past_k.shape[1]
     starts = (call.offsets, call.seen, grid.ends, grid.first_chunk)
-    return (*starts, call.seen.shape[0], *pasts)
+    return (*starts, call.seen.shape[0], rows)
 
 
 def _query_constants(tensors: Tensors, call: Call, shape: Tile) -> dict:
-    q, k, v, late_k, late_v = (*tensors[:3], *tensors[7:9])
     return {
-        "stride_q": q.stride(0),
-        "stride_k": k.stride(0),
-        "stride_v": v.stride(0),
-        "stride_late_k": 0 if late_k is None else late_k.stride(0),
-        "stride_late_v": 0 if late_v is None else late_v.stride(0),
+        "stride_q": tensors.q.stride(0),
+        "stride_k": tensors.k.stride(0),
+        "stride_v": tensors.v.stride(0),
         "WINDOW": call.window or UNBOUNDED,
-        "SPAN": call.late_span,
         "ROWS": 0 if tensors.mem_k is None else tensors.mem_k.shape[1],
         "BLOCK_M": shape.owned,
         "BLOCK_N": shape.met,

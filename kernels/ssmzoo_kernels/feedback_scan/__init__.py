@@ -11,6 +11,7 @@ from torch import Tensor
 from ssmzoo_kernels.declaration import Choice, Op, needs_library
 from ssmzoo_kernels.dispatch import Backend, record
 from ssmzoo_kernels.feedback_scan import reference, vmap
+from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
 from ssmzoo_kernels.feedback_scan.newton import (
     Newton,
     NotConverged,
@@ -45,22 +46,26 @@ class _Kernels:
         return self.module.load(*kernel)
 
     def forward(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *given, solver, tolerance, max_iterations, damping = arguments
+        *tensors, offsets, save, solver, tolerance, max_iterations, damping = arguments
+        inputs = Inputs(*tensors)
         if solver == "newton":
-            tolerance = default_tolerance(given[0]) if tolerance is None else tolerance
-            how = {"tolerance": tolerance, "max_iterations": max_iterations, "damping": damping}
+            tolerance = default_tolerance(inputs.u) if tolerance is None else tolerance
+            stop = Stop(tolerance, max_iterations, damping)
             try:
-                found = self.module.newton(*given, **how)
+                found = self.module.newton(inputs, offsets, save, stop)
             except NotConverged as reason:
                 _log.warning("%s: %s; this call marches instead", OP, reason)
             else:
                 record(SOLVER, "newton")
                 return found
         record(SOLVER, "march")
-        return self.module.forward(*given)
+        return self.module.forward(inputs, offsets, save)
 
-    def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        return self.module.backward(*arguments[:-4])
+    def backward(
+        self, grad_out: Tensor | None, grad_final: Tensor | None, *arguments: Any
+    ) -> Gradients:
+        *tensors, offsets, saved = arguments[:-4]
+        return self.module.backward(grad_out, grad_final, Inputs(*tensors), offsets, saved)
 
 
 def _reference(*tensors: Any, gate: Gate, solver: str, **_: Any) -> Any:

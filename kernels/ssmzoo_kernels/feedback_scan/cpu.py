@@ -3,13 +3,13 @@
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssmzoo_kernels import native
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
 from ssmzoo_kernels.feedback_scan.newton import not_converged
 from ssmzoo_kernels.scan import chunk_slots, interval
 
@@ -17,8 +17,6 @@ CHUNK = 32  # tokens whose states are recomputed at once
 
 _SOURCE = Path(__file__).with_name("feedback_scan.c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_Optional = Tensor | None
-_Given = tuple[Tensor, Tensor, Tensor, Tensor, _Optional, _Optional, _Optional, _Optional]
 _TENSORS = ("u", "lam", "w", "C", "filter", "skip", "drive", "initial")
 
 
@@ -60,64 +58,33 @@ class _Failure(ctypes.Structure):
     _fields_ = (("lanes", _INTEGER), ("token", _INTEGER), ("residual", ctypes.c_double))
 
 
-def forward(
-    u: Tensor,  # [T, D]
-    lam: Tensor,  # [D, N]
-    w: Tensor,  # [D, N]
-    C: Tensor,  # [D, N]
-    w_gamma: Tensor | None,  # [D, N]
-    D: Tensor | None,  # [D]
-    drive: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, final states and, with ``save``, the state before every interval."""
-    return _forward((u, lam, w, C, w_gamma, D, drive, initial_state), offsets, save, None)
+    return _forward(inputs, offsets, save, None)
 
 
 def newton(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_gamma: Tensor | None,
-    D: Tensor | None,
-    drive: Tensor | None,
-    initial_state: Tensor | None,
-    offsets: Tensor,
-    save: bool,
-    *,
-    tolerance: float,
-    max_iterations: int | None,
-    damping: float,
+    inputs: Inputs, offsets: Tensor, save: bool, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``forward`` does, by Newton's method on ``CHUNK`` tokens at a time.
 
     Raises:
         NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
     """
-    how = _Newton(tolerance, damping, max_iterations or 0)
-    return _forward((u, lam, w, C, w_gamma, D, drive, initial_state), offsets, save, how)
+    how = _Newton(stop.tolerance, stop.damping, stop.max_iterations or 0)
+    return _forward(inputs, offsets, save, how)
 
 
 def backward(
     grad_out: Tensor | None,  # [T, D]
     grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_gamma: Tensor | None,
-    D: Tensor | None,
-    drive: Tensor | None,
-    initial_state: Tensor | None,
+    inputs: Inputs,
     offsets: Tensor,
     saved: Tensor,  # [slots, N, D]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
-    exact = accumulator(u)
-    tensors = _prepare(exact, u, lam, w, C, w_gamma, D, drive, initial_state)
+) -> Gradients:
+    """Return the gradients of the inputs."""
+    exact = accumulator(inputs.u)
+    tensors = _prepare(exact, inputs)
     if grad_out is not None:
         grad_out = native.rows(grad_out, exact)
     grad_final = native.whole(grad_final, exact)
@@ -133,7 +100,7 @@ def backward(
             *native.addresses(grads),
         ),
         saved.data_ptr(),
-        native.threads(u.numel() * lam.shape[1]),
+        native.threads(inputs.u.numel() * inputs.lam.shape[1]),
     )
     if failed:
         raise MemoryError("feedback_scan: no memory for a block of states")
@@ -141,11 +108,11 @@ def backward(
 
 
 def _forward(
-    inputs: _Given, offsets: Tensor, save: bool, how: _Newton | None
+    inputs: Inputs, offsets: Tensor, save: bool, how: _Newton | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     u, lam = inputs[:2]
     exact = accumulator(u)
-    tensors = _prepare(exact, *inputs)
+    tensors = _prepare(exact, inputs)
     (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
     out = torch.empty((tokens, width), dtype=exact, device="cpu")
     final_state = torch.empty((segments, width, states), dtype=exact, device="cpu")
@@ -186,34 +153,21 @@ def load(dtype: torch.dtype) -> ctypes.CDLL:
     return library
 
 
-class _Prepared(NamedTuple):
-    """The inputs as the kernel reads them, copied only where they must be."""
-
-    u: Tensor
-    lam: Tensor
-    w: Tensor
-    C: Tensor
-    w_gamma: Tensor | None
-    D: Tensor | None
-    drive: Tensor | None
-    initial_state: Tensor | None
-
-
-def _prepare(exact: torch.dtype, *inputs: Tensor | None) -> _Prepared:
-    """Return the inputs in a dtype; rows of u and drive may lie apart."""
-    tensors: list[Any] = []
-    for x, name in zip(inputs, _Prepared._fields, strict=True):
+def _prepare(exact: torch.dtype, inputs: Inputs) -> Inputs:
+    """Return the inputs in a dtype, copied only where needed; rows of u, drive may lie apart."""
+    tensors: list[Tensor | None] = [*inputs]
+    for i, (x, name) in enumerate(zip(inputs, Inputs._fields, strict=True)):
         if x is not None:
             if x.dtype is not exact:
                 x = x.to(exact)
             by_rows = name in ("u", "drive")
             if x.stride(1) != 1 if by_rows else not x.is_contiguous():
                 x = x.contiguous()
-        tensors.append(x)
-    return _Prepared(*tensors)
+            tensors[i] = x
+    return Inputs(*tensors)  # pyright: ignore[reportArgumentType]
 
 
-def _inputs(x: _Prepared, offsets: Tensor) -> _Inputs:
+def _inputs(x: Inputs, offsets: Tensor) -> _Inputs:
     return _Inputs(
         *native.addresses(x),
         offsets.data_ptr(),

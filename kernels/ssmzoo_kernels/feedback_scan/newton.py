@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.feedback_scan.inputs import Inputs, Stop
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.segments import by_length
@@ -58,32 +59,17 @@ class Newton(NamedTuple):
 
 
 def forward(
-    u: Tensor,  # [T, D]
-    lam: Tensor,  # [D, N]
-    w: Tensor,  # [D, N]
-    C: Tensor,  # [D, N]
-    w_gamma: Tensor | None,  # [D, N]
-    D: Tensor | None,  # [D]
-    drive: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    chunk: int,
-    *,
-    tolerance: float,
-    max_iterations: int | None,
-    damping: float,
+    inputs: Inputs, offsets: Tensor, save: bool, chunk: int, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what the ``forward`` of a backend with this ``CHUNK`` does.
 
     Raises:
         NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
     """
-    exact = accumulator(u)
-    values, rate, weight, readout = (x.to(exact) for x in (u, lam, w, C))
-    filtering = None if w_gamma is None else w_gamma.to(exact)
-    driven = None if drive is None else drive.to(exact)
-    (tokens, width), states, segments = u.shape, lam.shape[1], offsets.shape[0] - 1
+    exact = accumulator(inputs.u)
+    values, rate, weight, readout = (x.to(exact) for x in inputs[:4])
+    filtering, skip, driven = (None if x is None else x.to(exact) for x in inputs[4:7])
+    (tokens, width), states, segments = values.shape, rate.shape[1], offsets.shape[0] - 1
     read = values.new_empty(tokens, width)
     final_state = values.new_empty(segments, width, states)
     between = interval(states, chunk)
@@ -91,20 +77,21 @@ def forward(
     saved = values.new_zeros(slots, states, width)
     for members, places in _groups(offsets, states):
         state = values.new_zeros(len(members), width, states)
-        if initial_state is not None:
-            state = initial_state[members].to(exact)
+        if inputs.initial_state is not None:
+            state = inputs.initial_state[members].to(exact)
         for start in range(0, places.shape[1], SPAN):
             span = places[:, start : start + SPAN]
             gate_inputs = None if driven is None else driven[span]
             lanes = _Lanes(values[span], rate, weight, gate_inputs, state)
-            solution = lanes.solve(tolerance, max_iterations, damping)
+            solution = lanes.solve(stop)
             failed = int((~solution.converged).sum())
             if failed:
                 steps, residual = (
                     int(solution.iterations.max()),
                     float(solution.residuals[-1].max()),
                 )
-                raise not_converged(failed, final_state.numel(), tolerance, steps, start, residual)
+                told = (stop.tolerance, steps, start, residual)
+                raise not_converged(failed, final_state.numel(), *told)
             history = solution.states.unflatten(1, state.shape).transpose(0, 1)  # [G, Q, D, N]
             for offset in range(-start % between, span.shape[1], between) if save else ():
                 place = offsets[members] // between + members + (start + offset) // between
@@ -116,8 +103,8 @@ def forward(
             read[span] = reading
             state = history[:, -1]
         final_state[members] = state
-    out = read if D is None else read + D.to(exact) * values
-    return out.to(u.dtype), final_state, saved
+    out = read if skip is None else read + skip * values
+    return out.to(inputs.u.dtype), final_state, saved
 
 
 def default_tolerance(u: Tensor) -> float:
@@ -199,6 +186,7 @@ def newton_solve(
         raise ValueError(f"{op}: guess must be 'half' or 'zeros', got {guess!r}")
     tolerance = default_tolerance(u) if tolerance is None else tolerance
     check_options(op, tolerance, max_iterations, damping)
+    stop = Stop(tolerance, max_iterations, damping)
     exact = accumulator(u)
     state = u.new_zeros(batch, width, states, dtype=exact)
     if initial_state is not None:
@@ -208,7 +196,7 @@ def newton_solve(
         piece = slice(start, start + (span or length))
         gate_inputs = None if drive is None else drive[:, piece].to(exact)
         lanes = _Lanes(u[:, piece].to(exact), lam.to(exact), w.to(exact), gate_inputs, state)
-        solution = lanes.solve(tolerance, max_iterations, damping, guess, trace=True)
+        solution = lanes.solve(stop, guess, trace=True)
         found.append(solution)
         state = solution.states[-1].view(batch, width, states)
     steps = max(len(x.residuals) for x in found)
@@ -275,16 +263,9 @@ class _Lanes:
             jacobian += self.w * (gate * (1 - gate) * moved)
         return jacobian, x - (before + gate * moved)
 
-    def solve(
-        self,
-        tolerance: float,
-        max_iterations: int | None,
-        damping: float,
-        guess: Guess = "half",
-        trace: bool = False,
-    ) -> _Solution:
+    def solve(self, stop: Stop, guess: Guess = "half", trace: bool = False) -> _Solution:
         """Iterate until every lane has converged or the cap is reached."""
-        x = self.guess(guess)
+        x, (tolerance, max_iterations, damping) = self.guess(guess), stop
         cap = 2 * len(x) if max_iterations is None else max_iterations
         lanes = torch.arange(x.shape[1], device=x.device)  # those still at work
         states, iterations = torch.empty_like(x), torch.zeros_like(lanes)

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from ssmzoo_kernels.declaration import accumulator
+from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
 from ssmzoo_kernels.feedback_scan.newton import LIMIT, NotConverged
 from ssmzoo_kernels.launches import cdiv, launch_named, next_power_of_2
 from ssmzoo_kernels.scan import chunk_slots, interval
@@ -493,29 +494,19 @@ class Plan(NamedTuple):
     arguments: dict[str, Any]
 
 
-def plan(
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_gamma: Tensor | None,
-    D: Tensor | None,
-    drive: Tensor | None,
-    offsets: Tensor,
-    backward: bool,
-) -> Plan:
+def plan(inputs: Inputs, offsets: Tensor, backward: bool) -> Plan:
     """Shape the programs of a call and gather what its kernels have in common."""
-    exact = accumulator(u)
-    width, states = lam.shape
+    exact = accumulator(inputs.u)
+    width, states = inputs.lam.shape
     shape = tile(offsets.shape[0] - 1, width, states, exact, backward)
-    u, drive = rows(u), None if drive is None else rows(drive)
+    u, drive = rows(inputs.u), None if inputs.drive is None else rows(inputs.drive)
     arguments = {
         "u": u,
-        "lam": lam.contiguous(),
-        "w": w.contiguous(),
-        "C": C.contiguous(),
-        "w_gamma": _whole(w_gamma),
-        "skip": _whole(D),
+        "lam": inputs.lam.contiguous(),
+        "w": inputs.w.contiguous(),
+        "C": inputs.C.contiguous(),
+        "w_gamma": _whole(inputs.w_gamma),
+        "skip": _whole(inputs.D),
         "drive": drive,
         "stride_u": u.stride(0),
         "stride_drive": 0 if drive is None else drive.stride(0),
@@ -545,28 +536,17 @@ def launch(
     launch_named(kernel, grid, made.arguments | own, num_warps=num_warps, **(registers or {}))
 
 
-def forward(
-    u: Tensor,  # [T, D]
-    lam: Tensor,  # [D, N]
-    w: Tensor,  # [D, N]
-    C: Tensor,  # [D, N]
-    w_gamma: Tensor | None,  # [D, N]
-    D: Tensor | None,  # [D]
-    drive: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, final states and, with ``save``, the state before every interval."""
-    made = plan(u, lam, w, C, w_gamma, D, drive, offsets, False)
-    out, final, saved = _room(u, lam, offsets, save)
+    made = plan(inputs, offsets, False)
+    out, final, saved = _room(inputs, offsets, save)
     segments = offsets.shape[0] - 1
     launch(
         feedback_fwd_kernel,
         (segments, made.blocks),
         made,
         num_warps=1,
-        initial=_whole(initial_state),
+        initial=_whole(inputs.initial_state),
         out=out,
         final=final,
         saved=saved if save else None,
@@ -575,35 +555,24 @@ def forward(
 
 
 def newton(
-    u: Tensor,  # [T, D]
-    lam: Tensor,  # [D, N]
-    w: Tensor,  # [D, N]
-    C: Tensor,  # [D, N]
-    w_gamma: Tensor | None,  # [D, N]
-    D: Tensor | None,  # [D]
-    drive: Tensor | None,  # [T, D]
-    initial_state: Tensor | None,  # [S, D, N]
-    offsets: Tensor,  # [S + 1] int64
-    save: bool,
-    tolerance: float,
-    max_iterations: int | None,
-    damping: float,
+    inputs: Inputs, offsets: Tensor, save: bool, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do what ``forward`` does, by Newton's method.
 
     Raises:
         NotConverged: Some tile has not reached the tolerance after ``max_iterations`` steps.
     """
-    u, drive = near_rows(u), None if drive is None else near_rows(drive)
-    made = plan(u, lam, w, C, w_gamma, D, drive, offsets, False)
-    out, final, saved = _room(u, lam, offsets, save)
+    u, drive = inputs.u, inputs.drive
+    inputs = inputs._replace(u=near_rows(u), drive=None if drive is None else near_rows(drive))
+    made = plan(inputs, offsets, False)
+    out, final, saved = _room(inputs, offsets, save)
     segments, width = offsets.shape[0] - 1, u.shape[1]
     block_n = made.shape.block_n
     lanes = _LANES if final.dtype == torch.float32 else _LANES // 2
     block_d = max(1, lanes // block_n)
     block_l = min(CHUNK, max(4, lanes * CHUNK // (block_n * block_d)))
     blocks = cdiv(width, block_d)
-    cap = 2 * block_l if max_iterations is None else max_iterations
+    cap = 2 * block_l if stop.max_iterations is None else stop.max_iterations
     steps = torch.empty((segments, blocks), dtype=torch.int64, device=u.device)
     residuals = final.new_empty(segments, blocks)
     launch(
@@ -612,23 +581,23 @@ def newton(
         made,
         num_warps=8,
         registers=every_register(),
-        initial=_whole(initial_state),
+        initial=_whole(inputs.initial_state),
         out=out,
         final=final,
         saved=saved if save else None,
         steps=steps,
         residuals=residuals,
-        tolerance=float(tolerance),
-        kept_jacobian=1.0 - damping,
+        tolerance=float(stop.tolerance),
+        kept_jacobian=1.0 - stop.damping,
         cap=cap,
         BLOCK_L=block_l,
         BLOCK_D=block_d,
     )
-    failed = int((~(residuals <= tolerance)).sum())
+    failed = int((~(residuals <= stop.tolerance)).sum())
     if failed:
         raise NotConverged(
             f"Newton's method left {failed} of {residuals.numel()} blocks of lanes above the "
-            f"tolerance {tolerance:g} after {int(steps.max())} iterations (largest relative "
+            f"tolerance {stop.tolerance:g} after {int(steps.max())} iterations (largest relative "
             f"residual {float(residuals.max()):.1e})"
         )
     return out, final, saved
@@ -637,22 +606,15 @@ def newton(
 def backward(
     grad_out: Tensor | None,  # [T, D]
     grad_final: Tensor | None,  # [S, D, N]
-    u: Tensor,
-    lam: Tensor,
-    w: Tensor,
-    C: Tensor,
-    w_gamma: Tensor | None,
-    D: Tensor | None,
-    drive: Tensor | None,
-    initial_state: Tensor | None,
+    inputs: Inputs,
     offsets: Tensor,
     saved: Tensor,  # [slots, N, D]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of ``forward``'s eight tensors, None where one was absent."""
-    exact = accumulator(u)
-    made = plan(u, lam, w, C, w_gamma, D, drive, offsets, True)
+) -> Gradients:
+    """Return the gradients of the inputs."""
+    u, drive, exact = inputs.u, inputs.drive, accumulator(inputs.u)
+    made = plan(inputs, offsets, True)
     shape, blocks = made.shape, made.blocks
-    segments, (width, states) = offsets.shape[0] - 1, lam.shape
+    segments, (width, states) = offsets.shape[0] - 1, inputs.lam.shape
     grad_out = rows(torch.zeros_like(u) if grad_out is None else grad_out)
     share = [u.new_empty(segments, states, width, dtype=exact) for _ in range(3)]
     grads = {
@@ -660,12 +622,12 @@ def backward(
         "grad_lam": share[0],
         "grad_w": share[1],
         "grad_C": share[2],
-        "grad_gamma": None if w_gamma is None else torch.empty_like(share[0]),
-        "grad_skip": None if D is None else u.new_empty(segments, width, dtype=exact),
+        "grad_gamma": None if inputs.w_gamma is None else torch.empty_like(share[0]),
+        "grad_skip": None if inputs.D is None else u.new_empty(segments, width, dtype=exact),
         "grad_drive": None if drive is None else drive.new_empty(drive.shape),
         "grad_initial": None,
     }
-    if initial_state is not None:
+    if inputs.initial_state is not None:
         grads["grad_initial"] = u.new_empty(segments, width, states, dtype=exact)
     # a scratch for states: where all programs at once would want too much, launches share it
     at_once = max(1, min(segments, 4 * FILL // max(1, blocks)))
@@ -702,10 +664,10 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 _LANES = 16  # of a tile of Newton's, whose warps share its tokens
 
 
-def _room(u: Tensor, lam: Tensor, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _room(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty outputs, final states and, with ``save``, saved states."""
-    exact = accumulator(u)
-    tokens, (width, states), segments = u.shape[0], lam.shape, offsets.shape[0] - 1
+    u, exact = inputs.u, accumulator(inputs.u)
+    tokens, (width, states), segments = u.shape[0], inputs.lam.shape, offsets.shape[0] - 1
     slots = chunk_slots(tokens, segments, interval(states, CHUNK)) if save else 0
     return (
         u.new_empty(tokens, width),

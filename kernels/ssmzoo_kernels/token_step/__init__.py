@@ -10,71 +10,15 @@ Dimensions: B rows (sequences), D, I, O widths, K taps, N states a channel, H he
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ssmzoo_kernels import dispatch, native
-from ssmzoo_kernels.few_rows_linear.cpu import HALVES, INT8
-from ssmzoo_kernels.token_step import cpu
-
-OP = "token_step"
-dispatch.c_kernels[OP] = lambda: cpu
-MOST_ROWS = 8
-(
-    _INPUT,
-    _OUTPUT,
-    _LINEAR,
-    _NORM,
-    _CONV,
-    _GATE,
-    _ADD,
-    _SCALE,
-    _GELU,
-    _COUNT,
-    _SELECTIVE,
-    _SSD,
-    _DELTA,
-    _LONGHORN,
-    _FEEDBACK,
-    _DIAGONAL,
-    _COMPANION,
-    _ROTATE,
-    _KEEP,
-    _ATTEND,
-    _INNOVATE,
-) = range(21)
-_GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
-_GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
+from ssmzoo_kernels.token_step.writer import MOST_ROWS, Code, Value, Writer
 
 
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A row's numbers while a program runs, or some of their columns."""
-
-    offset: int
-    start: int
-    width: int
-    stride: int
-
-    def split(self, *widths: int) -> list[Value]:
-        """Return the value cut into columns of these widths."""
-        parts, start = [], self.start
-        for width in widths:
-            parts.append(dataclasses.replace(self, start=start, width=width))
-            start += width
-        return parts
-
-    def chunk(self, count: int) -> list[Value]:
-        """Return the value cut into so many equal parts."""
-        return self.split(*[self.width // count] * count)
-
-
-class Program:
+class Program(Writer):
     """A layer's token as a list of instructions, written by calling the methods below in order.
 
     ``tensor`` numbers are places in the list that :meth:`run` is given. Weights must be contiguous
@@ -86,118 +30,6 @@ class Program:
     Raises:
         ValueError: A weight that the kernel cannot read.
     """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"Program: dtype must be float32 or float64, got {dtype}")
-        self.dtype = dtype
-        self.weights: list[Tensor] = []
-        self._width = self._work = 0
-        self._list: list[cpu.Instruction] = []
-        self._code: ctypes.Array[cpu.Instruction] | None = None
-
-    def input(self, tensor: int, dtype: torch.dtype, width: int) -> Value:
-        """Read a given tensor, ``[B, width]``."""
-        return self._add(_INPUT, width, size=(width, tensor, self._type(dtype)))
-
-    def output(self, x: Value, tensor: int, dtype: torch.dtype) -> None:
-        """Write a value to a given tensor, ``[B, width]``."""
-        self._add(_OUTPUT, 0, (x,), size=(x.width, tensor, self._type(dtype)))
-
-    def value(self, width: int) -> Value:
-        """Return a value that instructions can write parts of."""
-        made = Value(self._width, 0, width, width)
-        self._width += width
-        return made
-
-    def linear(
-        self,
-        x: Value,
-        weight: Tensor,  # [O, I]
-        bias: Tensor | None = None,  # [O]
-        into: Value | None = None,
-        scale: Tensor | None = None,  # O numbers
-    ) -> Value:
-        """``y = W x + b``, with a scale ``scale (W x) + b``, where W may be int8.
-
-        ``into`` is where y goes, or a new value.
-        """
-        outputs, inputs = weight.shape
-        if (weight.dtype is torch.int8) != (scale is not None):
-            raise ValueError(f"Program: int8 and a scale go together, got {weight.dtype}")
-        weights = (weight, bias, scale)
-        return self._add(_LINEAR, outputs, (x,), weights, (inputs, outputs), out=into)
-
-    def rms_norm(
-        self,
-        x: Value,
-        weight: Tensor | None,
-        eps: float,
-        *,
-        group: int | None = None,
-        added: float = 0.0,
-        gate: Value | None = None,
-        gating: str | None = None,
-    ) -> Value:
-        """``y = (w + added) x / sqrt(mean(x^2) + eps)`` over groups of columns.
-
-        Args:
-            x: What to normalise.
-            weight: ``[width]``, or ``[group]`` for every group alike.
-            eps: Added to the mean of squares.
-            group: Columns that are normalised together; all of them.
-            added: Added to the weight.
-            gate: z, as wide as x.
-            gating: ``"silu before"``: x is ``x silu(z)``; ``"silu after"``, ``"sigmoid after"``: y
-                is multiplied with it.
-        """
-        own = x.width if weight is None else weight.numel()
-        size = (x.width, group or x.width, own, _GATES[gating])
-        return self._add(_NORM, x.width, (x, gate or x), (weight,), size, (eps, added))
-
-    def causal_conv1d(
-        self,
-        x: Value,
-        weight: Tensor,  # [D, K]
-        bias: Tensor | None,  # [D]
-        state: int,
-        kept: int,
-        state_dtype: torch.dtype,
-        *,
-        silu: bool,
-        channels_last: bool = False,
-    ) -> Value:
-        """Convolve, and move the state of the last inputs on by one.
-
-        The state is ``[B, D, kept]``, or with ``channels_last`` ``[B, kept, D]``.
-        """
-        taps = weight.numel() // x.width
-        layout = (self._type(state_dtype), int(silu), int(channels_last))
-        size = (x.width, taps, kept, state, *layout)
-        return self._add(_CONV, x.width, (x,), (weight, bias), size)
-
-    def gated(self, gate: Value, x: Value, by: str = "silu") -> Value:
-        """``y = silu(gate) x``; by "sigmoid" ``sigmoid(gate) x``, by "itself" ``gate x``."""
-        return self._add(_GATE, x.width, (gate, x), size=(x.width, _GATED_BY[by]))
-
-    def add(self, x: Value, y: Value) -> Value:
-        """``x + y``."""
-        return self._add(_ADD, x.width, (x, y), size=(x.width,))
-
-    def scaled(
-        self, x: Value, factor: float, weight: Tensor | None = None, *, step: int = 1
-    ) -> Value:
-        """``y = factor w x``, of every ``step``-th column of x; w ``[width of y]``."""
-        width = -(-x.width // step)
-        return self._add(_SCALE, width, (x,), (weight,), (width, step), (factor,))
-
-    def gelu(self, x: Value, *, by_tanh: bool = False) -> Value:
-        """``x / 2 (1 + erf(x / sqrt(2)))``, or with tanh as torch's ``approximate="tanh"``."""
-        return self._add(_GELU, x.width, (x,), size=(x.width, int(by_tanh)))
-
-    def count(self, state: int, step: int) -> None:
-        """Add a number to whole numbers, int64 ``[B]``."""
-        self._add(_COUNT, 0, size=(state, step))
 
     def selective(
         self,
@@ -225,7 +57,7 @@ class Program:
         whole = channels or u.width
         size = (u.width, B.width, state, whole, first, int(zoh), int(z is not None))
         values = (u, dt, B, C, z or u)
-        return self._add(_SELECTIVE, u.width, values, (A_log, D, dt_bias), size, out=into)
+        return self._add(Code.SELECTIVE, u.width, values, (A_log, D, dt_bias), size, out=into)
 
     def ssd(
         self,
@@ -246,7 +78,7 @@ class Program:
         """
         heads = A_log.numel()
         size = (heads, groups, x.width // heads, B.width // groups, state)
-        return self._add(_SSD, x.width, (x, dt, B, C), (A_log, D, dt_bias), size, limit)
+        return self._add(Code.SSD, x.width, (x, dt, B, C), (A_log, D, dt_bias), size, limit)
 
     def delta_rule(
         self,
@@ -274,7 +106,7 @@ class Program:
         own = dt.width != heads
         size = (heads, groups, keys, v.width // heads, state, int(own))
         values = (q, k, v, dt, beta)
-        return self._add(_DELTA, v.width, values, (A_log, dt_bias), size, (eps, beta_factor))
+        return self._add(Code.DELTA, v.width, values, (A_log, dt_bias), size, (eps, beta_factor))
 
     def longhorn(
         self,
@@ -295,7 +127,7 @@ class Program:
         transition has ``k^T S`` for ``k S``; the state is ``[B, D, N]``.
         """
         size = (u.width, k.width, state, int(exact), int(z is not None))
-        return self._add(_LONGHORN, u.width, (u, dt, k, q, z or u), (dt_bias, D), size)
+        return self._add(Code.LONGHORN, u.width, (u, dt, k, q, z or u), (dt_bias, D), size)
 
     def feedback(
         self,
@@ -321,7 +153,7 @@ class Program:
         """
         size = (u.width, lam.shape[1], state, int(linear), int(drive is not None))
         weights = (lam, w, B, C, w_gamma, D)
-        return self._add(_FEEDBACK, u.width, (u, drive or u), weights, size, (sigmoid_to,))
+        return self._add(Code.FEEDBACK, u.width, (u, drive or u), weights, size, (sigmoid_to,))
 
     def diagonal(
         self,
@@ -339,7 +171,7 @@ class Program:
         readouts, width, modes, _ = readout.shape
         size = (width, modes, readouts, state)
         weights = (*self._exact(decay, readout), D)
-        return self._add(_DIAGONAL, readouts * width, (u,), weights, size)
+        return self._add(Code.DIAGONAL, readouts * width, (u,), weights, size)
 
     def companion(
         self,
@@ -355,15 +187,15 @@ class Program:
         Coefficients must be of the program's dtype. The position still has to be counted down.
         """
         size = (u.width, len(a), ring, position)
-        return self._add(_COMPANION, u.width, (u,), self._exact(a, b, d), size)
+        return self._add(Code.COMPANION, u.width, (u,), self._exact(a, b, d), size)
 
     def rotate(self, x: Value, head: int, theta: float, seen: int) -> Value:
         """Turn the halves of heads by rotary positions, which are the numbers in ``seen``."""
-        return self._add(_ROTATE, x.width, (x,), size=(x.width, head, seen), numbers=(theta,))
+        return self._add(Code.ROTATE, x.width, (x,), size=(x.width, head, seen), numbers=(theta,))
 
     def keep(self, x: Value, ring: int, rows: int, seen: int) -> None:
         """Write x into row ``seen % rows`` of a ring ``[B, rows, width]``."""
-        self._add(_KEEP, 0, (x,), size=(x.width, ring, rows, seen))
+        self._add(Code.KEEP, 0, (x,), size=(x.width, ring, rows, seen))
 
     def attend(
         self,
@@ -393,7 +225,9 @@ class Program:
         room = self.value(heads[0] * sum(rows))
         size = (*heads, q.width // heads[0], *rows, seen, *(x for t in tables for x in t[1:]))
         self._work += heads[0] * sum(rows) * (q.width // heads[0])
-        return self._add(_ATTEND, q.width, (q, room), size=(*size, hidden or 0), numbers=(scale,))
+        return self._add(
+            Code.ATTEND, q.width, (q, room), size=(*size, hidden or 0), numbers=(scale,)
+        )
 
     def innovate(
         self,
@@ -417,88 +251,7 @@ class Program:
         """
         span = 0 if weights is None else len(weights)
         size = (y.width, outputs[0], span, outputs[1], scores[1], seen, scores[0], int(relative))
-        self._add(_INNOVATE, 0, (y,), (weights,), size)
-
-    def _exact(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        if any(weight.dtype is not self.dtype for weight in weights):
-            raise ValueError(f"Program: these weights must be {self.dtype}")
-        return weights
-
-    def applies(self, x: Tensor) -> bool:
-        """Return whether the program may run on an input ``[B, ..., width]``, as things are now.
-
-        It must lie on the CPU, be a plain tensor, and nobody may need gradients, trace, watch or
-        cast on the fly.
-        """
-        return (
-            dispatch.decodes_on_cpu(x)
-            and dispatch.takes_kernels()
-            and not dispatch.kernel_missing(OP, self.dtype)
-        )
-
-    def run(self, rows: int, tensors: Sequence[Tensor]) -> None:
-        """Run the instructions on at most ``MOST_ROWS`` rows.
-
-        Args:
-            rows: B.
-            tensors: What inputs, outputs and states are; contiguous. Outputs and states change.
-
-        Raises:
-            MemoryError: There is none for the values; nothing has changed.
-            FloatingPointError: A score of :meth:`innovate` is not finite.
-        """
-        code = self._code
-        if code is None:
-            code = self._code = (cpu.Instruction * len(self._list))(*self._list)
-        dispatch.record(OP, "cpu")
-        given = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
-        threads = torch.get_num_threads() if self._work > native.ONE_THREADS_WORK else 1
-        failed = cpu.load(self.dtype)(code, len(code), rows, self._width, given, threads)
-        if failed == 2:
-            raise FloatingPointError("token_step: innovations must be finite")
-        if failed:
-            raise MemoryError("token_step: no memory for a token's values")
-
-    def _type(self, dtype: torch.dtype) -> int:
-        if dtype is not self.dtype and dtype not in HALVES:
-            raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
-        return 0 if dtype is self.dtype else HALVES[dtype]
-
-    def _add(
-        self,
-        kind: int,
-        width: int,
-        values: Sequence[Value] = (),
-        weights: Sequence[Tensor | None] = (),
-        size: Sequence[int] = (),
-        numbers: Sequence[float] = (),
-        out: Value | None = None,
-    ) -> Value:
-        made = cpu.Instruction(kind=kind)
-        out = out or self.value(width)
-        for i, x in enumerate((*values, out)):
-            place = made.out if x is out else made.inputs[i]
-            place.offset, place.start, place.stride = x.offset, x.start, x.stride
-        halves = HALVES if self.dtype is torch.float32 else ()
-        for i, weight in enumerate(weights):
-            if weight is None:
-                continue
-            matrix_of_int8 = kind == _LINEAR and i == 0 and weight.dtype is torch.int8
-            if weight.dtype not in (self.dtype, *halves) and not matrix_of_int8:
-                more = " or of 16 bits" if halves else ""
-                raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
-            if not weight.is_contiguous():
-                raise ValueError("Program: weights must be contiguous")
-            self.weights.append(weight)
-            self._work += weight.numel()
-            made.data[i].at, made.data[i].type = (
-                weight.data_ptr(),
-                INT8 if matrix_of_int8 else self._type(weight.dtype),
-            )
-        made.size[: len(size)] = list(size)
-        made.number[: len(numbers)] = list(numbers)
-        self._list.append(made)
-        return out
+        self._add(Code.INNOVATE, 0, (y,), (weights,), size)
 
 
 __all__ = ["MOST_ROWS", "Program", "Value"]

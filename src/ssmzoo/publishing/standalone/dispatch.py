@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.autograd import forward_ad
 
-Backend = Literal["auto", "reference", "eager", "flex", "cpu", "triton"]
+Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
 
 ALL = ("reference", "eager")
 
@@ -78,7 +78,7 @@ def _decide(op: str, backend: Backend, offers: tuple[str, ...]) -> str:
         raise ValueError(
             f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"
         )
-    if backend in ("flex", "cpu", "triton"):
+    if backend in ("cpu", "triton"):
         raise RuntimeError(
             f'{op}(backend="{backend}") needs ssmzoo, and this checkpoint runs on its own code; '
             'install ssmzoo, or use backend="auto" or "eager"'

@@ -1,0 +1,268 @@
+"""How a program of token_step is written and run, and the instructions that every layer has."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ssmzoo_kernels import dispatch, native
+from ssmzoo_kernels.few_rows_linear.cpu import HALVES, INT8
+from ssmzoo_kernels.token_step import cpu
+
+OP = "token_step"
+dispatch.c_kernels[OP] = lambda: cpu
+MOST_ROWS = 8
+
+
+class Code(enum.IntEnum):
+    """The kinds of instructions, numbered as in token_step.c."""
+
+    INPUT = 0
+    OUTPUT = 1
+    LINEAR = 2
+    NORM = 3
+    CONV = 4
+    GATE = 5
+    ADD = 6
+    SCALE = 7
+    GELU = 8
+    COUNT = 9
+    SELECTIVE = 10
+    SSD = 11
+    DELTA = 12
+    LONGHORN = 13
+    FEEDBACK = 14
+    DIAGONAL = 15
+    COMPANION = 16
+    ROTATE = 17
+    KEEP = 18
+    ATTEND = 19
+    INNOVATE = 20
+
+
+_GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
+_GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A row's numbers while a program runs, or some of their columns."""
+
+    offset: int
+    start: int
+    width: int
+    stride: int
+
+    def split(self, *widths: int) -> list[Value]:
+        """Return the value cut into columns of these widths."""
+        parts, start = [], self.start
+        for width in widths:
+            parts.append(dataclasses.replace(self, start=start, width=width))
+            start += width
+        return parts
+
+    def chunk(self, count: int) -> list[Value]:
+        """Return the value cut into so many equal parts."""
+        return self.split(*[self.width // count] * count)
+
+
+class Writer:
+    """A list of instructions, those of every layer, and the call that runs them in C."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Program: dtype must be float32 or float64, got {dtype}")
+        self.dtype = dtype
+        self.weights: list[Tensor] = []
+        self._width = self._work = 0
+        self._list: list[cpu.Instruction] = []
+        self._code: ctypes.Array[cpu.Instruction] | None = None
+
+    def input(self, tensor: int, dtype: torch.dtype, width: int) -> Value:
+        """Read a given tensor, ``[B, width]``."""
+        return self._add(Code.INPUT, width, size=(width, tensor, self._type(dtype)))
+
+    def output(self, x: Value, tensor: int, dtype: torch.dtype) -> None:
+        """Write a value to a given tensor, ``[B, width]``."""
+        self._add(Code.OUTPUT, 0, (x,), size=(x.width, tensor, self._type(dtype)))
+
+    def value(self, width: int) -> Value:
+        """Return a value that instructions can write parts of."""
+        made = Value(self._width, 0, width, width)
+        self._width += width
+        return made
+
+    def linear(
+        self,
+        x: Value,
+        weight: Tensor,  # [O, I]
+        bias: Tensor | None = None,  # [O]
+        into: Value | None = None,
+        scale: Tensor | None = None,  # O numbers
+    ) -> Value:
+        """``y = W x + b``, with a scale ``scale (W x) + b``, where W may be int8.
+
+        ``into`` is where y goes, or a new value.
+        """
+        outputs, inputs = weight.shape
+        if (weight.dtype is torch.int8) != (scale is not None):
+            raise ValueError(f"Program: int8 and a scale go together, got {weight.dtype}")
+        weights = (weight, bias, scale)
+        return self._add(Code.LINEAR, outputs, (x,), weights, (inputs, outputs), out=into)
+
+    def rms_norm(
+        self,
+        x: Value,
+        weight: Tensor | None,
+        eps: float,
+        *,
+        group: int | None = None,
+        added: float = 0.0,
+        gate: Value | None = None,
+        gating: str | None = None,
+    ) -> Value:
+        """``y = (w + added) x / sqrt(mean(x^2) + eps)`` over groups of columns.
+
+        Args:
+            x: What to normalise.
+            weight: ``[width]``, or ``[group]`` for every group alike.
+            eps: Added to the mean of squares.
+            group: Columns that are normalised together; all of them.
+            added: Added to the weight.
+            gate: z, as wide as x.
+            gating: ``"silu before"``: x is ``x silu(z)``; ``"silu after"``, ``"sigmoid after"``: y
+                is multiplied with it.
+        """
+        own = x.width if weight is None else weight.numel()
+        size = (x.width, group or x.width, own, _GATES[gating])
+        return self._add(Code.NORM, x.width, (x, gate or x), (weight,), size, (eps, added))
+
+    def causal_conv1d(
+        self,
+        x: Value,
+        weight: Tensor,  # [D, K]
+        bias: Tensor | None,  # [D]
+        state: int,
+        kept: int,
+        state_dtype: torch.dtype,
+        *,
+        silu: bool,
+        channels_last: bool = False,
+    ) -> Value:
+        """Convolve, and move the state of the last inputs on by one.
+
+        The state is ``[B, D, kept]``, or with ``channels_last`` ``[B, kept, D]``.
+        """
+        taps = weight.numel() // x.width
+        layout = (self._type(state_dtype), int(silu), int(channels_last))
+        size = (x.width, taps, kept, state, *layout)
+        return self._add(Code.CONV, x.width, (x,), (weight, bias), size)
+
+    def gated(self, gate: Value, x: Value, by: str = "silu") -> Value:
+        """``y = silu(gate) x``; by "sigmoid" ``sigmoid(gate) x``, by "itself" ``gate x``."""
+        return self._add(Code.GATE, x.width, (gate, x), size=(x.width, _GATED_BY[by]))
+
+    def add(self, x: Value, y: Value) -> Value:
+        """``x + y``."""
+        return self._add(Code.ADD, x.width, (x, y), size=(x.width,))
+
+    def scaled(
+        self, x: Value, factor: float, weight: Tensor | None = None, *, step: int = 1
+    ) -> Value:
+        """``y = factor w x``, of every ``step``-th column of x; w ``[width of y]``."""
+        width = -(-x.width // step)
+        return self._add(Code.SCALE, width, (x,), (weight,), (width, step), (factor,))
+
+    def gelu(self, x: Value, *, by_tanh: bool = False) -> Value:
+        """``x / 2 (1 + erf(x / sqrt(2)))``, or with tanh as torch's ``approximate="tanh"``."""
+        return self._add(Code.GELU, x.width, (x,), size=(x.width, int(by_tanh)))
+
+    def count(self, state: int, step: int) -> None:
+        """Add a number to whole numbers, int64 ``[B]``."""
+        self._add(Code.COUNT, 0, size=(state, step))
+
+    def _exact(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        if any(weight.dtype is not self.dtype for weight in weights):
+            raise ValueError(f"Program: these weights must be {self.dtype}")
+        return weights
+
+    def applies(self, x: Tensor) -> bool:
+        """Return whether the program may run on an input ``[B, ..., width]``, as things are now.
+
+        It must lie on the CPU, be a plain tensor, and nobody may need gradients, trace, watch or
+        cast on the fly.
+        """
+        return (
+            dispatch.decodes_on_cpu(x)
+            and dispatch.takes_kernels()
+            and not dispatch.kernel_missing(OP, self.dtype)
+        )
+
+    def run(self, rows: int, tensors: Sequence[Tensor]) -> None:
+        """Run the instructions on at most ``MOST_ROWS`` rows.
+
+        Args:
+            rows: B.
+            tensors: What inputs, outputs and states are; contiguous. Outputs and states change.
+
+        Raises:
+            MemoryError: There is none for the values; nothing has changed.
+            FloatingPointError: A score of :meth:`innovate` is not finite.
+        """
+        code = self._code
+        if code is None:
+            code = self._code = (cpu.Instruction * len(self._list))(*self._list)
+        dispatch.record(OP, "cpu")
+        given = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
+        threads = torch.get_num_threads() if self._work > native.ONE_THREADS_WORK else 1
+        failed = cpu.load(self.dtype)(code, len(code), rows, self._width, given, threads)
+        if failed == 2:
+            raise FloatingPointError("token_step: innovations must be finite")
+        if failed:
+            raise MemoryError("token_step: no memory for a token's values")
+
+    def _type(self, dtype: torch.dtype) -> int:
+        if dtype is not self.dtype and dtype not in HALVES:
+            raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
+        return 0 if dtype is self.dtype else HALVES[dtype]
+
+    def _add(
+        self,
+        kind: Code,
+        width: int,
+        values: Sequence[Value] = (),
+        weights: Sequence[Tensor | None] = (),
+        size: Sequence[int] = (),
+        numbers: Sequence[float] = (),
+        out: Value | None = None,
+    ) -> Value:
+        made = cpu.Instruction(kind=kind)
+        out = out or self.value(width)
+        for i, x in enumerate((*values, out)):
+            place = made.out if x is out else made.inputs[i]
+            place.offset, place.start, place.stride = x.offset, x.start, x.stride
+        halves = HALVES if self.dtype is torch.float32 else ()
+        for i, weight in enumerate(weights):
+            if weight is None:
+                continue
+            matrix_of_int8 = kind == Code.LINEAR and i == 0 and weight.dtype is torch.int8
+            if weight.dtype not in (self.dtype, *halves) and not matrix_of_int8:
+                more = " or of 16 bits" if halves else ""
+                raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
+            if not weight.is_contiguous():
+                raise ValueError("Program: weights must be contiguous")
+            self.weights.append(weight)
+            self._work += weight.numel()
+            made.data[i].at, made.data[i].type = (
+                weight.data_ptr(),
+                INT8 if matrix_of_int8 else self._type(weight.dtype),
+            )
+        made.size[: len(size)] = list(size)
+        made.number[: len(numbers)] = list(numbers)
+        self._list.append(made)
+        return out
