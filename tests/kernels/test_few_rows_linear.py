@@ -23,12 +23,11 @@ def nothing_ran():
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
 @pytest.mark.parametrize("rows", range(1, 9))
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (16, 3), (65, 130), (256, 48)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs, biased):
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
+def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs):
     x = torch.randn(rows, 1, inputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
-    bias = torch.randn(outputs).to(dtype) if biased else None
+    bias = torch.randn(outputs).to(dtype) if rows % 2 else None
     with torch.no_grad():
         y = few_rows_linear(x, weight, bias)
     assert last_backend("few_rows_linear") == "cpu"
@@ -69,7 +68,7 @@ def int8(outputs, inputs, dtype, **more):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130), (256, 48)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
 def test_int8_with_a_scale_a_row(dtype, rows, inputs, outputs):
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
     zero = torch.zeros(outputs, 1, dtype=torch.int8)

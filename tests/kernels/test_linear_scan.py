@@ -121,10 +121,9 @@ def test_training_keeps_factors_and_states_and_nothing_else(backend):
 # --- torch.library and torch.compile ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_registered_ops_of_other_dtypes_pass_opcheck(backend, dtype):
-    a, b = (torch.randn(20, 3, dtype=dtype, requires_grad=True) for _ in range(2))
-    exact = torch.promote_types(torch.float32, dtype)
+def test_registered_ops_of_bfloat16_pass_opcheck(backend):
+    a, b = (torch.randn(20, 3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    exact = torch.float32
     state, offsets = torch.randn(3, 3, dtype=exact, requires_grad=True), torch.tensor([0, 8, 8, 20])
     for start in (state, None):
         torch.library.opcheck(torch.ops.ssmzoo.linear_scan.default, (a, b, start, offsets, backend))

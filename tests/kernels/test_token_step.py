@@ -16,7 +16,7 @@ from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
 
 Write = Callable[[Program, Value], Value]
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-some_rows = pytest.mark.parametrize("rows", [1, 3, 8])
+some_rows = pytest.mark.parametrize("rows", [1, 5])
 of_16_bits = pytest.mark.parametrize(
     ("dtype", "kind"),
     [
@@ -144,7 +144,7 @@ def test_outputs_round_as_torch_rounds(kind: torch.dtype) -> None:
 
 @both
 @some_rows
-@pytest.mark.parametrize(("width", "group"), [(7, 7), (24, 8), (65, 65), (96, 32)])
+@pytest.mark.parametrize(("width", "group"), [(7, 7), (24, 8), (65, 65)])
 @pytest.mark.parametrize("gating", [None, "silu before", "silu after", "sigmoid after"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_rms_norm(

@@ -566,69 +566,6 @@ def step(weights: Weights, config: Config, token: int, caches: list[Cache]) -> A
     return weights.get("lm_head.weight", embedding) @ x
 
 
-# --- realisations (Section 3.1, Appendix C) ---------------------------------------------------
-
-
-def state_space(A: Array, B: Array, C: Array, u: Array) -> Array:
-    """``x_{t+1} = A x_t + B u_t``, ``y_t = C x_t`` from rest; u [T] gives y [T]."""
-    x, out = np.zeros(len(A)), []
-    for value in u:
-        out.append(C @ x)
-        x = A @ x + B * value
-    return np.array(out)
-
-
-def companion(poles: Array, gains: Array) -> tuple[Array, Array, Array]:
-    """Eqs. (19) and (20): the canonical form (A, B, C) of ``sum_i gains_i / (z - poles_i)``."""
-    n = len(poles)
-    A, numerator = np.eye(n, k=1), np.zeros(n)
-    A[-1] = -np.poly(poles)[:0:-1]
-    for i in range(n):
-        numerator = numerator + gains[i] * np.atleast_1d(np.poly(np.delete(poles, i)))[::-1]
-    return A, np.eye(n)[-1], numerator
-
-
-def registers(a: Array, b: Array) -> Array:
-    """Eq. (1) in B'MOJO's form: the last N registers after every step, oldest first.
-
-    ``z_new = sum_i a_i z_{t-N+i} + b_t`` from empty registers; a [T, N], b [T, W] give [T, N, W].
-    """
-    stack, out = np.zeros((a.shape[1], b.shape[1])), []
-    for t in range(len(b)):
-        stack = np.concatenate([stack[1:], (a[t] @ stack + b[t])[None]])
-        out.append(stack)
-    return np.stack(out)
-
-
-def register_attention(q: Array, stacks: Array, empty_too: bool = False) -> Array:
-    """The read-out rho: softmax of q [T, P] over registers [T, N, 2P] of keys and values.
-
-    Registers that nothing was written into are hidden; with empty_too they count as zero keys.
-    """
-    out = []
-    for t in range(len(q)):
-        rows = stacks[t] if empty_too else stacks[t][-(t + 1) :]
-        k, v = np.split(rows[:, None], 2, axis=-1)
-        out.append(attend(q[t][None], k, v)[0])
-    return np.stack(out)
-
-
-def running_sum(terms: Array, span: int, printed: bool = False) -> tuple[Array, Array]:
-    """Eqs. (15) to (18): the registers Z_t [T, span] and their total ``Zbar_t`` [T], current term
-    included.
-
-    Eq. (18) as printed puts the one that accumulates into the newest register, not the oldest.
-    """
-    A = np.eye(span, k=1)
-    A[(-1, -1) if printed else (0, 0)] = 1
-    Z, stacks, totals = np.zeros(span), [], []
-    for term in terms:
-        stacks.append(Z)
-        totals.append(np.sum(Z) + term)
-        Z = A @ Z + np.eye(span)[-1] * term
-    return np.stack(stacks), np.array(totals)
-
-
 # --- associative recall (Section 4.1, as Zoology defines it) ----------------------------------
 
 

@@ -322,26 +322,6 @@ def layer_parameters(hidden: int, modes: int, channels: int = 1, separate_dt: bo
     return 2 * modes + steps + 2 * channels * hidden * modes + channels * hidden + mixing
 
 
-def classifier_parameters(
-    hidden: int,
-    layers: int,
-    classes: int,
-    *,
-    vocab_size: int | None = None,
-    prenorm: bool = True,
-    modes: int = 64,
-    pair: bool = False,
-) -> int:
-    """Parameters of a paper's classifier: affine norms; tokens, or one value through a Linear.
-
-    pair is Retrieval's head on [a, b, a - b, a b]: Linear(4H, H), GELU, Linear(H, classes).
-    """
-    encoder = vocab_size * hidden if vocab_size is not None else 2 * hidden
-    blocks = layers * (layer_parameters(hidden, modes) + 2 * hidden) + 2 * hidden * prenorm
-    head = (4 * hidden * hidden + hidden if pair else 0) + (hidden + 1) * classes
-    return encoder + blocks + head
-
-
 OPERATORS: dict[str, Callable[[Sequence[int]], int]] = {
     "[MIN": min,
     "[MAX": max,

@@ -294,41 +294,6 @@ def poles_outside(a: Array) -> int:
     return int(np.sum(np.abs(poles(a)) > 1))
 
 
-def winding_number(a: Array) -> int:
-    """Turns of A(w) = 1 + sum a_i e^{-i w t} around zero as w goes once around: minus the former.
-
-    The grid is doubled until no step of the phase exceeds a quarter turn.
-    """
-    n, grid = len(a), 64
-    while True:
-        w = 2 * np.pi * np.arange(grid + 1) / grid
-        values = 1 + sum(a[i] * np.exp(-1j * w * (i + 1)) for i in range(n))
-        steps = np.angle(values[1:] / values[:-1])
-        if np.abs(steps).max() <= np.pi / 2:
-            return int(np.rint(np.sum(steps) / (2 * np.pi)))
-        grid *= 2
-        assert grid < 2**24, "a pole lies on the circle"
-
-
-def from_state_space(A: Array, B: Array, C: Array) -> tuple[Array, Array]:
-    """(a, b) of any single-input single-output (A, B, C): characteristic polynomial, Markov
-    parameters h_t = C A^{t-1} B."""
-    n = len(A)
-    a = np.poly(np.linalg.eigvals(A))[1:].real
-    taps, state = [0.0], B
-    for _ in range(n):
-        taps.append(C @ state)
-        state = A @ state
-    return a, deployed(a[None], np.array(taps)[None])[0][0]
-
-
-def from_modes(values: Array, residues: Array) -> tuple[Array, Array]:
-    """(a, b) of h_t = Re sum_i r_i lambda_i^{t-1}; conjugate partners must be in the list."""
-    a = np.poly(values)[1:].real
-    taps = [0.0] + [np.sum(residues * values**t).real for t in range(len(values))]
-    return a, deployed(a[None], np.array(taps)[None])[0][0]
-
-
 def corrected_numerator(a: Array, b: Array, grid: int) -> Array:
     """Section 3.2's C = C~ (I - A^M)^{-1} of one filter, by a dense solve."""
     A = companion(a, b)[0]

@@ -129,19 +129,6 @@ def test_the_skew_hippo_spectrum_has_its_published_values():
     assert many[0] == pytest.approx(128**2 / np.pi, rel=1e-3)
 
 
-def test_the_parameter_totals_are_those_of_the_papers_classifiers():
-    count = dss.classifier_parameters
-    assert count(128, 6, 10, vocab_size=18, prenorm=False) == 205_578  # ListOps
-    assert count(128, 4, 2, vocab_size=135) == 152_450  # Text
-    assert count(256, 6, 2, vocab_size=98, pair=True) == 888_322  # Retrieval
-    assert count(512, 6, 10, prenorm=False) == 1_991_434  # Image
-    assert count(256, 6, 2) == 601_346  # Pathfinder, Path-X
-    assert count(128, 6, 10) == 203_786  # Speech Commands
-    weights, _ = dss_model("exp", channels=3, separate=False)
-    layer = sum(x.size for name, x in weights.items() if "layers.0.mixer" in name)
-    assert layer == dss.layer_parameters(6, 4, channels=3, separate_dt=False)
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -127,32 +127,3 @@ def test_montels_constraint_keeps_every_pole_inside():
         assert max(rtf.poles_outside(row) for row in a) == 0
     tight = rtf.denominator(numbers(1, 12), np.zeros(1), 1e-3)
     assert np.abs(tight).sum() == pytest.approx(1 / 1.001, rel=1e-6)
-
-
-@pytest.mark.parametrize("order", [1, 5, 32, 64])
-def test_the_winding_number_counts_the_poles_outside(order):
-    width = order**-0.5
-    rows = np.random.default_rng(order).uniform(-width, width, size=(8, order)) * 1.5
-    outside = [rtf.poles_outside(row) for row in rows]
-    assert max(outside) > 0
-    assert [rtf.winding_number(row) for row in rows] == [-n for n in outside]
-
-
-def test_state_spaces_and_modes_convert_to_the_same_filter():
-    A, B, C = 0.4 * numbers(6, 6), numbers(6, seed=1), numbers(6, seed=2)
-    a, b = rtf.from_state_space(A, B, C)
-    expected = [0.0] + [C @ np.linalg.matrix_power(A, t) @ B for t in range(39)]
-    assert relative(rtf.impulse_response(a[None], b[None], 40)[0], np.array(expected)) <= 1e-10
-    values, vectors = np.linalg.eig(A)
-    residues = (C @ vectors) * np.linalg.solve(vectors, B)
-    for got, same in zip(rtf.from_modes(values, residues), (a, b), strict=True):
-        assert relative(got, same) <= 1e-10
-
-
-def test_the_table_4_model_has_125_million_parameters():
-    total = rtf.hyena_lm_parameters(50264, 768, 12, 64, 768, 384, 3072)
-    assert total == 124_981_248
-    weights, _ = rtf_model("hyena", "exact", "l1_montel", norm_type="layer", intermediate_size=9)
-    small = sum(x.size for x in weights.values())
-    assert small == rtf.hyena_lm_parameters(11, 6, 2, 4, 3, 5, 9)
-    assert rtf.filter_parameters(6, 4, 3, montel=True) == 4 * (6 + 3) + 6 + 3

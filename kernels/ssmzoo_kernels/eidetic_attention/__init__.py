@@ -9,7 +9,13 @@ from torch import Tensor
 from ssmzoo_kernels.declaration import Op
 from ssmzoo_kernels.dispatch import Backend, record
 from ssmzoo_kernels.eidetic_attention import reference
-from ssmzoo_kernels.eidetic_attention.arguments import Call, Kernels, Tensors, check_values
+from ssmzoo_kernels.eidetic_attention.arguments import (
+    Call,
+    Kernels,
+    Tensors,
+    check_presence,
+    check_values,
+)
 from ssmzoo_kernels.eidetic_attention.chunks import Chunks, chunk_table
 from ssmzoo_kernels.validation import Packing
 
@@ -120,34 +126,11 @@ def eidetic_attention(
         for x in (mem_count, mem_positions, seen)
     )
     offsets: Tensor = ATTENTION.check((*given, mem_count, mem_positions, seen), cu_seqlens)
-    heads, groups, width = q.shape[2], k.shape[2], q.shape[3]
-    if groups < 1 or heads < 1 or heads % groups:
-        raise ValueError(f"{OP}: q's heads must be a multiple of k's, got {heads} and {groups}")
-    for name, number in (("window", window), ("late_span", late_span)):
-        if isinstance(number, bool | float | str):
-            raise TypeError(f"{OP}: {name} must be an integer, got {number!r}")
-    if window is not None and window < 1:
-        raise ValueError(f"{OP}: window must be None or at least 1, got {window}")
     if seen is None:
         seen = offsets.new_zeros(offsets.shape[0] - 1)
-    pairs = {"past": (past_k, past_v), "late": (late_k, late_v), "mem": (mem_k, mem_v)}
-    pairs["late_past"] = late_past_k, late_past_v
-    for name, (keys, values) in pairs.items():
-        if (keys is None) != (values is None):
-            raise ValueError(f"{OP}: {name}_k and {name}_v must be given together")
-    if late_span < 0 or (late_span > 0) != (late_k is not None):
-        raise ValueError(
-            f"{OP}: late_span must be at least 1 with late_k and 0 without, got {late_span}"
-        )
-    if late_past_k is not None and late_k is None:
-        raise ValueError(f"{OP}: late_past_k needs late_k")
-    if window is None and (mem_k is not None or late_k is not None):
-        raise ValueError(f"{OP}: mem_k and late_k need a window")
-    if (mem_k is None) != (mem_count is None):
-        raise ValueError(f"{OP}: mem_k and mem_count must be given together")
-    if mem_positions is not None and mem_k is None:
-        raise ValueError(f"{OP}: mem_positions needs mem_k")
-
+    tensors = Tensors(*given)
+    check_presence(tensors, mem_count, mem_positions, window, late_span)
+    width = q.shape[3]
     window = None if window is None else min(window, _LONGEST)
     late_span = min(late_span, _LONGEST)
     factor = float(width) ** -0.5 if scale is None else scale
@@ -176,7 +159,7 @@ def eidetic_attention(
     if chosen == "reference":
         if not torch.compiler.is_compiling():
             call = Call(mem_count, mem_positions, offsets, seen, window, late_span, factor)
-            check_values(Tensors(*given), call)
+            check_values(tensors, call)
         record(OP, "reference")
         late = None
         if late_k is not None and late_v is not None:

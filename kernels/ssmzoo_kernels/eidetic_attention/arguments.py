@@ -34,6 +34,42 @@ class Call(NamedTuple):
     scale: float
 
 
+def check_presence(
+    tensors: Tensors,
+    mem_count: Tensor | None,
+    mem_positions: Tensor | None,
+    window: int | None,
+    late_span: int,
+) -> None:
+    """Check heads, the window, and that what belongs together was given together."""
+    op = "eidetic_attention"
+    heads, groups = tensors.q.shape[2], tensors.k.shape[2]
+    if groups < 1 or heads < 1 or heads % groups:
+        raise ValueError(f"{op}: q's heads must be a multiple of k's, got {heads} and {groups}")
+    for name, number in (("window", window), ("late_span", late_span)):
+        if isinstance(number, bool | float | str):
+            raise TypeError(f"{op}: {name} must be an integer, got {number!r}")
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be None or at least 1, got {window}")
+    for name in ("past", "late", "mem", "late_past"):
+        keys, values = (getattr(tensors, f"{name}_{x}") for x in "kv")
+        if (keys is None) != (values is None):
+            raise ValueError(f"{op}: {name}_k and {name}_v must be given together")
+    late, memory = tensors.late_k is not None, tensors.mem_k is not None
+    if late_span < 0 or (late_span > 0) != late:
+        raise ValueError(
+            f"{op}: late_span must be at least 1 with late_k and 0 without, got {late_span}"
+        )
+    if tensors.late_past_k is not None and not late:
+        raise ValueError(f"{op}: late_past_k needs late_k")
+    if window is None and (memory or late):
+        raise ValueError(f"{op}: mem_k and late_k need a window")
+    if memory != (mem_count is not None):
+        raise ValueError(f"{op}: mem_k and mem_count must be given together")
+    if mem_positions is not None and not memory:
+        raise ValueError(f"{op}: mem_positions needs mem_k")
+
+
 def check_values(tensors: Tensors, call: Call) -> None:
     """Check what is in the index tensors; a GPU would have to be waited for."""
     if tensors.q.device.type != "cpu":

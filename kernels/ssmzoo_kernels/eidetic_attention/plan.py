@@ -92,7 +92,7 @@ class Plan:
         self.counts: list[int] = [] if call.mem_count is None else call.mem_count.tolist()
         self.window = call.window or 0
         # where all of the past is read, it need not join the call's tokens
-        self.whole = call.window is None or self._decodes()
+        self.whole = call.window is None or _decodes(self.lengths, self.seen, call.window)
         self.tables: dict[str, tuple[Tensor, Tensor]] = {}
         self.bands: list[Band] = []
         self.masks: dict[tuple[int, int, int], Mask] = {}
@@ -133,15 +133,6 @@ class Plan:
         return Tensors(*(found.get(name) for name in Tensors._fields))  # pyright: ignore[reportArgumentType]
 
     # --- tables ---
-
-    def _decodes(self) -> bool:
-        """Tell whether the call is a few tokens of one chunk of every sequence."""
-        length = self.lengths[0] if self.lengths else 0
-        return (
-            0 < length <= SHORT
-            and self.lengths == [length] * len(self.lengths)
-            and all(seen % self.window + length <= self.window for seen in self.seen)
-        )
 
     def _add_band(
         self,
@@ -330,7 +321,7 @@ class Plan:
             key = torch.arange(absent, reach - 1 + queries, device=self.device)
             seen = (query <= key) & (key < query + reach)
             blind = ~seen.any(dim=1, keepdim=True)
-            known = Mask(self._bias(~seen), blind if bool(blind.any()) else None)
+            known = Mask(_bias(~seen, self.exact), blind if bool(blind.any()) else None)
             self.masks[queries, reach, absent] = known
         return known
 
@@ -346,10 +337,6 @@ class Plan:
             mask = Mask(torch.cat([*bias], dim=1), None)
         together = Stream([part for x in same for part in x.parts], mask)
         return [together, *(x for x in streams if x not in same)]
-
-    def _bias(self, hidden: Tensor) -> Tensor:
-        zeros = torch.zeros(hidden.shape, dtype=self.exact, device=self.device)
-        return zeros.masked_fill_(hidden, -torch.inf)
 
     def _remembered(self, ids: list[int], position: Tensor | None, queries: int) -> list[Stream]:
         """Return the stream of the chunks' memories, if any holds something.
@@ -375,12 +362,7 @@ class Plan:
             query = position[:, None, None] + torch.arange(queries, device=self.device)[:, None]
             at = self.call.mem_positions[ids][:, None, :most]
             hidden = hidden | (at > query - self.window)  # [N, M, m]
-        return [Stream([("memory", keys)], self._hidden(hidden))]
-
-    def _hidden(self, hidden: Tensor) -> Mask:
-        """Return the mask of keys hidden from queries, ``[N, 1 or M, K]``."""
-        blind = hidden.all(dim=-1, keepdim=True)
-        return Mask(self._bias(hidden)[:, None], blind if bool(blind.any()) else None)
+        return [Stream([("memory", keys)], _hiding(hidden, self.exact))]
 
     # --- works that read all of the past ---
 
@@ -425,10 +407,32 @@ class Plan:
         if self.window:
             behind = past + query - key  # [M, K]
             hidden = hidden | (behind < band.shift) | (behind > band.back)
-        return [Stream([(f"{band.table} past", keys)], self._hidden(hidden))]
+        return [Stream([(f"{band.table} past", keys)], _hiding(hidden, self.exact))]
 
 
 def _parts(members: range, queries: int) -> Iterator[range]:
     """Cut a range into parts of so many members that they have at most ``QUERIES`` queries."""
     step = max(1, QUERIES // queries)
     return (members[i : i + step] for i in range(0, len(members), step))
+
+
+def _decodes(lengths: list[int], seen: list[int], window: int) -> bool:
+    """Tell whether a call is a few tokens of one chunk of every sequence."""
+    length = lengths[0] if lengths else 0
+    return (
+        0 < length <= SHORT
+        and lengths == [length] * len(lengths)
+        and all(before % window + length <= window for before in seen)
+    )
+
+
+def _bias(hidden: Tensor, exact: torch.dtype) -> Tensor:
+    """Return 0, and minus infinity where keys are hidden."""
+    zeros = torch.zeros(hidden.shape, dtype=exact, device=hidden.device)
+    return zeros.masked_fill_(hidden, -torch.inf)
+
+
+def _hiding(hidden: Tensor, exact: torch.dtype) -> Mask:
+    """Return the mask of keys hidden from queries, ``[N, 1 or M, K]``."""
+    blind = hidden.all(dim=-1, keepdim=True)
+    return Mask(_bias(hidden, exact)[:, None], blind if bool(blind.any()) else None)

@@ -98,13 +98,7 @@ def backward(
     rule = None if param is None else param.to(exact).T
     segments, width, states = offsets.shape[0] - 1, u.shape[1], k.shape[1]
     grad = torch.zeros_like(values) if grad_out is None else grad_out.to(exact)
-    grad_gate = None
-    if z is not None:
-        gate = z.to(exact)
-        opened = gate.sigmoid()
-        grad_gate = grad * opened * (1 + gate * (1 - opened))  # times the output before the gate
-        grad = grad * gate * opened
-
+    grad, grad_gate = _through_gate(grad, z)
     read, grad_u, grad_rate = (torch.empty_like(values) for _ in range(3))
     grad_q, grad_k = torch.empty_like(queries), torch.empty_like(keys)
     grad_rule = None if rule is None else torch.zeros_like(rule)
@@ -135,14 +129,13 @@ def backward(
     grad_dt, grad_keys = transition.finish(grad_rate, rate, slope, keys)
     if grad_keys is not None:
         grad_k = grad_k + grad_keys
-    grad_skip = grad_z = None
+    grad_skip = None
     if skip is not None:
         weight = skip.to(exact)
         grad_skip = (grad * values).sum(dim=0)
         grad_u = grad_u + weight * grad
         read = read + weight * values
-    if grad_gate is not None:
-        grad_z = grad_gate * read
+    grad_z = None if grad_gate is None else grad_gate * read
     return (
         grad_u,
         grad_q,
@@ -166,6 +159,15 @@ def groups(offsets: Tensor, states: int) -> Iterator[tuple[Tensor, Tensor]]:
         held = max(1, min(places.shape[1], max(CHUNK, interval(states, CHUNK) // CHUNK)))
         count = max(ABREAST, tokens // (held * states))
         yield from zip(members.split(count), places.split(count), strict=True)
+
+
+def _through_gate(grad: Tensor, z: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient before ``silu(z)``, and z's over the output before the gate."""
+    if z is None:
+        return grad, None
+    gate = z.to(grad.dtype)
+    opened = gate.sigmoid()
+    return grad * gate * opened, grad * opened * (1 + gate * (1 - opened))
 
 
 def _shifted(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
