@@ -132,6 +132,12 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def blocks(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a dtype whose rows, each in one piece, may lie apart."""
+    x = x.to(dtype)
+    return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
+
+
 def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a contiguous tensor in a dtype, or None for None."""
     if x is None or (x.dtype is dtype and x.is_contiguous()):

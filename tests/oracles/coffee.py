@@ -489,29 +489,6 @@ def image_logits(weights: Weights, config: Config, images: Array) -> Array:
 # --- parameter counts -------------------------------------------------------------------------
 
 
-def scan_parameters(row: str, n: int, d: int, output_filter: bool = False) -> int:
-    """Parameters of one recurrence, by the rows of Table 6; "(6)" still has its B."""
-    counts = {
-        "S6": 3 * n * d + d * d,
-        "(4)": 3 * n * d + d * d,
-        "no fb.": 3 * n * d,
-        "(6)": 4 * n * d,
-        "final": 3 * n * d,
-        "lin. fb.": 3 * n * d,
-    }
-    return counts[row] + n * d * output_filter
-
-
-def core_parameters(row: str, n: int, d: int, symbols: int = 9, frozen: int = 0) -> int:
-    """Parameters of Appendix F's core module; frozen rows of the embedding do not count."""
-    return scan_parameters(row, n, d) + (symbols - frozen) * d
-
-
-def image_parameters(row: str, n: int, output_filter: bool = False) -> int:
-    """Parameters of Appendix I's classifier of 25 x 25 pixels."""
-    return 4 * scan_parameters(row, n, 25, output_filter) + (100 + 1) * 25 + (25 + 1) * 10
-
-
 # --- the induction heads of Appendix E --------------------------------------------------------
 
 

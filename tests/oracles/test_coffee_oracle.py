@@ -617,25 +617,6 @@ def test_images_are_read_by_rows_and_columns_forwards_and_backwards():
     assert relative(got, coffee.image_logits(one, config, images)) <= 1e-13
 
 
-def test_the_parameter_counts_are_the_papers():
-    count = coffee.core_parameters
-    assert count("S6", 8, 16) == count("(4)", 8, 16) == 784
-    for row in ("final", "no fb.", "lin. fb."):
-        assert count(row, 8, 16, frozen=1) == 512
-    assert [count("final", 1, d) for d in (8, 4, 2, 1)] == [96, 48, 24, 12]
-    assert [count("final", 1, d, frozen=1) for d in (8, 4, 2, 1)] == [88, 44, 22, 11]
-    image = coffee.image_parameters
-    assert image("final", 2) == 3385
-    assert image("final", 2, output_filter=True) == 3585
-    assert image("S6", 2) == 5885  # Table 7 prints 5585, Appendix I the sum
-    assert image("S6", 16) == 10085
-    for row in ("final", "no fb.", "(6)", "(4)", "S6"):
-        weights, _ = core(row, 16, 8)
-        assert sum(value.size for value in weights.values()) == count(row, 8, 16)
-    weights, _ = core("final", 16, 8, frozen=8)
-    assert sum(value.size for value in weights.values()) == 512
-
-
 def test_the_frozen_row_is_ones_wherever_it_stands():
     weights, config = core("final")
     for index in (0, 3, 8):

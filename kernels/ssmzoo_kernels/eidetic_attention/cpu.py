@@ -77,7 +77,7 @@ def backward(
     """Return the gradients of ``forward``'s tensors, None where one was absent."""
     exact = total.dtype
     tensors, call = _prepared(tensors, call, exact)
-    grad_out, out = (_rows(x, exact) for x in (grad_out, out))
+    grad_out, out = (native.blocks(x, exact) for x in (grad_out, out))
     total = total.contiguous()  # under a name, or its memory would be free by the call
     grads = Tensors(*(None if x is None else x.new_zeros(x.shape) for x in tensors))  # pyright: ignore[reportArgumentType]
     pairs = [(getattr(grads, k), getattr(grads, v)) for k, v in _TABLES]
@@ -104,17 +104,12 @@ def _prepared(tensors: Tensors, call: Call, exact: torch.dtype) -> tuple[Tensors
     for name, x in zip(Tensors._fields, tensors, strict=True):
         if x is not None:
             apart = "past" in name or "mem" in name  # rows of each sequence or chunk
-            rows[name] = native.whole(x, exact) if apart else _rows(x, exact)
+            rows[name] = native.whole(x, exact) if apart else native.blocks(x, exact)
     indices = {
         name: native.whole(getattr(call, name), torch.int64)
         for name in ("mem_count", "mem_positions", "offsets", "seen")
     }
     return tensors._replace(**rows), call._replace(**indices)
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
 
 
 def _inputs(tensors: Tensors, call: Call) -> _Inputs:

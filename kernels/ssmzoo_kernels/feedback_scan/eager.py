@@ -14,7 +14,7 @@ from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan import newton as solver
 from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
 from ssmzoo_kernels.scan import chunk_slots, interval
-from ssmzoo_kernels.scan.eager import CHUNK, groups
+from ssmzoo_kernels.scan.eager import CHUNK, groups, slots
 
 
 class _Exact(NamedTuple):
@@ -49,15 +49,15 @@ def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor
     read = x.values.new_empty(tokens, width)
     final_state = x.values.new_empty(segments, width, states)
     between = interval(states, CHUNK)
-    slots = chunk_slots(tokens, segments, between) if save else 0
-    saved = x.values.new_zeros(slots, states, width)
+    room = chunk_slots(tokens, segments, between) if save else 0
+    saved = x.values.new_zeros(room, states, width)
     for members, places in groups(offsets, states):
         state = x.values.new_zeros(len(members), states, width)
         if initial is not None:
             state = initial[members].to(state.dtype).transpose(1, 2)
         for j, chunk in enumerate(places.split(CHUNK, dim=1)):
             if save and j * CHUNK % between == 0:
-                saved[_slots(offsets, members, j, between)] = state
+                saved[slots(offsets, members, j, between)] = state
             history, _ = _march(x, state, chunk)
             reading = (history[:, 1:] * x.readout).sum(dim=2)
             if x.filtering is not None:
@@ -107,7 +107,7 @@ def backward(
         for j, chunk in reversed(list(enumerate(chunks))):
             if not starts:
                 first = j - j % (between // CHUNK)
-                starts = [saved[_slots(offsets, members, first, between)]]
+                starts = [saved[slots(offsets, members, first, between)]]
                 for c in chunks[first:j]:
                     starts.append(_march(x, starts[-1], c)[0][:, -1].clone())
             carry, grad_u[chunk], opened = _march_back(x, starts.pop(), carry, chunk, grad, sums)
@@ -174,7 +174,3 @@ def _march_back(
     sums[1] += (opening * driver).sum(dim=(0, 1))
     grad_drive = None if x.driven is None else (opening * x.weight).sum(dim=2)
     return carry, written.sum(dim=2), grad_drive
-
-
-def _slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:
-    return offsets[members] // between + members + chunk * CHUNK // between

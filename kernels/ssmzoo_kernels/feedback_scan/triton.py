@@ -38,6 +38,7 @@ from ssmzoo_kernels.scan.triton import (
     rows,
     state_at,
     unfold,
+    whole,
     widened,
 )
 
@@ -505,8 +506,8 @@ def plan(inputs: Inputs, offsets: Tensor, backward: bool) -> Plan:
         "lam": inputs.lam.contiguous(),
         "w": inputs.w.contiguous(),
         "C": inputs.C.contiguous(),
-        "w_gamma": _whole(inputs.w_gamma),
-        "skip": _whole(inputs.D),
+        "w_gamma": whole(inputs.w_gamma),
+        "skip": whole(inputs.D),
         "drive": drive,
         "stride_u": u.stride(0),
         "stride_drive": 0 if drive is None else drive.stride(0),
@@ -546,7 +547,7 @@ def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor
         (segments, made.blocks),
         made,
         num_warps=1,
-        initial=_whole(inputs.initial_state),
+        initial=whole(inputs.initial_state),
         out=out,
         final=final,
         saved=saved if save else None,
@@ -581,7 +582,7 @@ def newton(
         made,
         num_warps=8,
         registers=every_register(),
-        initial=_whole(inputs.initial_state),
+        initial=whole(inputs.initial_state),
         out=out,
         final=final,
         saved=saved if save else None,
@@ -642,7 +643,7 @@ def backward(
             **grads,
             grad_out=grad_out,
             stride_grad=grad_out.stride(0),
-            grad_final=_whole(grad_final),
+            grad_final=whole(grad_final),
             saved=saved,
             scratch=scratch,
             first_segment=first_segment,
@@ -674,7 +675,3 @@ def _room(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor, 
         u.new_empty(segments, width, states, dtype=exact),
         u.new_empty(slots, states, width, dtype=exact),
     )
-
-
-def _whole(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()

@@ -100,7 +100,7 @@ def backward(
     inputs = _inputs(tensors, offsets, rule, scale, chunk)
     (tokens, heads, width), (_, groups, keys) = v.shape, q.shape
     if grad_out is not None:
-        grad_out = _rows(grad_out, exact)
+        grad_out = native.blocks(grad_out, exact)
     grad_final = native.whole(grad_final, exact)
     shapes = [None if x is None else x.shape for x in tensors]
     shapes[:2] = [torch.Size((tokens, heads, keys))] * 2  # a row for every head that reads it
@@ -131,13 +131,8 @@ def backward(
 def _prepared(*tensors: Row, exact: torch.dtype) -> list[Row]:
     """Return the inputs in a dtype; heads and columns adjacent, tokens maybe apart."""
     *rows, state = tensors
-    found = [x if x is None else _rows(x, exact) for x in rows]
+    found = [x if x is None else native.blocks(x, exact) for x in rows]
     return [*found, native.whole(state, exact)]
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.to(dtype)
-    return x if x.shape[0] and x[0].is_contiguous() else x.contiguous()
 
 
 def _inputs(tensors: list[Row], offsets: Tensor, rule: str, scale: float, chunk: int) -> _Inputs:

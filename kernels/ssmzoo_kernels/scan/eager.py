@@ -62,15 +62,15 @@ def forward(
     read = values.new_empty(tokens, width)
     final_state = values.new_empty(segments, width, states)
     between = interval(states, CHUNK)
-    slots = chunk_slots(tokens, segments, between) if save else 0
-    saved = values.new_zeros(slots, states, width)
+    room = chunk_slots(tokens, segments, between) if save else 0
+    saved = values.new_zeros(room, states, width)
     for members, places in groups(offsets, states):
         state = values.new_zeros(len(members), states, width)
         if initial_state is not None:
             state = initial_state[members].to(exact).transpose(1, 2)
         for j, chunk in enumerate(places.split(CHUNK, dim=1)):
             if save and j * CHUNK % between == 0:
-                saved[_slots(offsets, members, j, between)] = state
+                saved[slots(offsets, members, j, between)] = state
             history, _ = _march(transition, state, *_tokens(values, keys, rate, chunk), rule)
             read[chunk] = (history[:, 1:] * queries[chunk].unsqueeze(-1)).sum(dim=2)
             state = history[:, -1]
@@ -113,7 +113,7 @@ def backward(
         for j, chunk in reversed(list(enumerate(chunks))):
             if not starts:
                 first = j - j % (between // CHUNK)
-                starts = [saved[_slots(offsets, members, first, between)]]
+                starts = [saved[slots(offsets, members, first, between)]]
                 for c in chunks[first:j]:
                     read_by = (*_tokens(values, keys, rate, c), rule)
                     starts.append(_march(transition, starts[-1], *read_by)[0][:, -1].clone())
@@ -222,5 +222,6 @@ def _march_back(
     return carry, _Found(read, grad_u, grad_q, grad_k, grad_rate, rule)
 
 
-def _slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:
+def slots(offsets: Tensor, members: Tensor, chunk: int, between: int) -> Tensor:
+    """Return where segments keep the state before one of their chunks."""
     return offsets[members] // between + members + chunk * CHUNK // between

@@ -806,7 +806,7 @@ def plan(transition: Transition, inputs: Inputs, offsets: Tensor, entries: int, 
     span = span_of(tokens, segments, blocks * shape.num_warps, between)
     matrices = {"u": rows(u), "q": rows(q), "k": rows(k), "dt": rows(dt)}
     matrices["z"] = None if z is None else rows(z)
-    vectors = {"dt_bias": _whole(dt_bias), "skip": _whole(skip), "param": _whole(_turned(param))}
+    vectors = {"dt_bias": whole(dt_bias), "skip": whole(skip), "param": whole(_turned(param))}
     arguments = {
         **matrices,
         **vectors,
@@ -895,7 +895,7 @@ def forward(
         scan_fwd_kernel,
         (programs, blocks),
         made,
-        initial=_whole(initial_state),
+        initial=whole(initial_state),
         starts=starts,
         out=out,
         final=final,
@@ -1014,7 +1014,8 @@ def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-def _whole(x: Tensor | None) -> Tensor | None:
+def whole(x: Tensor | None) -> Tensor | None:
+    """Return a contiguous tensor, or None for None."""
     return None if x is None else x.contiguous()
 
 

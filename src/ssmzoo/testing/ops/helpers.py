@@ -95,7 +95,7 @@ def roomy(x: Tensor) -> Tensor:
     return room[..., 1 : x.shape[-1] + 1].copy_(x)
 
 
-def turned(x: Tensor) -> Tensor:
+def transposed(x: Tensor) -> Tensor:
     """Return a tensor whose last dimension is not the densest."""
     if x.dim() < 2:
         return torch.stack([x, x], dim=-1)[..., 0]

@@ -118,7 +118,7 @@ class Robustness(Calls):
         """Rows apart with NaN between, columns apart, one row for all, conjugates not yet taken."""
         tensors = self.draw(L=20, dtype=torch.float32)
         expected, tolerance = self.results(tensors, case), self.roundings(case)
-        for change in (helpers.roomy, helpers.turned, helpers.conjugate):
+        for change in (helpers.roomy, helpers.transposed, helpers.conjugate):
             changed = {n: None if x is None else change(x) for n, x in tensors.items()}
             self.compare(self.results(changed, case), expected, tolerance)
 
@@ -144,7 +144,7 @@ class Robustness(Calls):
     def kinds(self) -> Iterator[tuple[Tensors, dict[str, Any], tuple[Callable[..., Any], ...]]]:
         """Yield calls, their options, and the layouts to try them in."""
         full = self.draw(L=5, dtype=torch.float32)
-        yield full, {}, (helpers.contiguous, helpers.turned, helpers.expanded)
+        yield full, {}, (helpers.contiguous, helpers.transposed, helpers.expanded)
         yield (
             full | dict.fromkeys(n for n, x in self.declaration.inputs.items() if x.optional),
             {},
@@ -154,7 +154,7 @@ class Robustness(Calls):
             yield (
                 self.draw(packed=(1, 0, 6, 4), dtype=torch.float32),
                 {"cu_seqlens": helpers.ends((1, 0, 6, 4))},
-                (helpers.turned,),
+                (helpers.transposed,),
             )
 
     def watched(self, tensors: Tensors, case: Case, change: Any, **options: Any) -> Watch:
