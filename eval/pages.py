@@ -1,12 +1,11 @@
-"""Write the tables of docs/speed.md, the plugins' pages, eval/papers.md and eval/zoo.md again.
+"""Write the tables of docs/speed.md, eval/papers.md and eval/zoo.md again.
 
 Usage: python eval/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
-``kernels/benchmarks/results/cpu.csv``, a family's name (what was run) and ``papers`` (all rows of
-the papers) from ``eval/papers.yaml`` and ``eval/results``, ``zoo`` and ``zoo:FAMILY`` (a family's
-models) from the ledger of the sweep of that name, ``eval/results/sweep.csv``. A test holds the
-pages to it.
+``kernels/benchmarks/results/cpu.csv``, ``papers`` (all rows of the papers) from
+``eval/papers.yaml`` and ``eval/results``, ``zoo`` from the ledger of the sweep of that name,
+``eval/results/sweep.csv``. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ from programs.papers import (
     MEANING,
     PaperTable,
     counted,
-    paper_table,
     papers,
-    rows_of,
     whole_table,
 )
 
@@ -38,14 +35,13 @@ from ssmzoo.analysis.ledger import (
     cell_of,
     shown_model,
     shown_scores,
-    spread,
 )
 from ssmzoo.analysis.sweep import searched_lines
 from ssmzoo.analysis.sweep_plan import Sweep, load_sweep
 from ssmzoo.files import write_text
 from ssmzoo.publishing.card_facts import family_words
 from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore, scored_model
-from ssmzoo.recipe import HIGHER_IS_BETTER, load_recipe
+from ssmzoo.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -79,8 +75,7 @@ _COSTS = ("parameters", "state_bytes", "flops_per_token")
 
 def pages() -> list[Path]:
     """Return the pages that hold tables."""
-    plugins = sorted(ROOT.glob("plugins/*/README.md"))
-    return [ROOT / "docs/speed.md", *plugins, ROOT / "eval/papers.md", ROOT / "eval/zoo.md"]
+    return [ROOT / "docs/speed.md", ROOT / "eval/papers.md", ROOT / "eval/zoo.md"]
 
 
 def rendered(page: Path) -> str:
@@ -92,12 +87,8 @@ def rendered(page: Path) -> str:
             text = speed(cpu_rows())
         elif name == "papers":
             text = all_tables(papers(), results())
-        elif name == "zoo":
-            text = zoo_tables(*zoo())
-        elif name.startswith("zoo:"):
-            text = family_table(*zoo(), name.removeprefix("zoo:"))
         else:
-            text = paper_table(rows_of(name), results())
+            text = zoo_tables(*zoo())
         return f"{match[1]}{text}\n{match[3]}"
 
     return _TABLE.sub(table, page.read_text(encoding="utf-8"))
@@ -188,36 +179,6 @@ def zoo_tables(sweep: Sweep, ledger: list[Line]) -> str:
     return "\n\n".join(sections)
 
 
-def family_table(sweep: Sweep, ledger: list[Line], family: str) -> str:
-    """Return a family's models on the sweep's problems, beside two of transformers and the best.
-
-    Models that have seen less than half as many problems as the family's furthest are left out.
-
-    Raises:
-        ValueError: The sweep has no model of the family.
-    """
-    own = [name for name, section in sweep.models.items() if section.family == family]
-    if not own:
-        raise ValueError(f"the sweep must have a model of the family {family!r}, and has none")
-    seen = {name: {x["problem"] for x in ledger if x["model"] == name and x["lr"]} for name in own}
-    most = max(map(len, seen.values()))
-    shown = [name for name in own if seen[name] and 2 * len(seen[name]) >= most]
-    if not shown:
-        return "Not run yet."
-    done = set().union(*(seen[name] for name in shown))
-    problems = [problem for part in ZOO.values() for problem in part if problem in done]
-    few = [name for name in own if name not in shown]
-    words = (
-        "Small models, each at its best learning rate: means over seeds, with a star where the "
-        "seeds differ by more than 0.1; `-` could not be run. The best of all is one of the models "
-        "that have the most seeds there. The page of [all families](../../eval/zoo.md) has the "
-        "ranges, the problems, and how all were trained."
-        f"{' Not shown, with few problems so far: ' + ', '.join(few) + '.' if few else ''}"
-    )
-    table = beside_table(ledger, problems, [*shown, "mamba2", "llama"])
-    return "\n".join([*textwrap.wrap(words, width=120), "", table])
-
-
 def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
     """Return models by problems as Markdown, each at its best learning rate.
 
@@ -243,60 +204,6 @@ def markdown_table(ledger: list[Line], problems: Sequence[str], models: Sequence
         if any(text.strip("-") for text in cells):
             rows.append([shown_model(model, width, places), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def beside_table(ledger: list[Line], problems: Sequence[str], models: Sequence[str]) -> str:
-    """Return problems by models as Markdown, and the best of all models of the ledger.
-
-    Rows are the columns of :func:`markdown_table`, cells its means, with a star where the seeds
-    differ by more than 0.1. The best is of the models that have the most seeds there, and named
-    where it is one.
-
-    Args:
-        ledger: The lines.
-        problems: The rows, in this order; those of which nothing was trained are left out.
-        models: The columns, in this order.
-
-    Raises:
-        ValueError: Models of several widths.
-    """
-    widths = {line["width"] for line in ledger}
-    if len(widths) > 1:
-        raise ValueError(f"the ledger must have models of one width, got {sorted(widths)}")
-    best = {(problem, model): lines for (problem, model, _), lines in best_rates(ledger).items()}
-    unsupported = {(line["problem"], line["model"]) for line in ledger if line["lr"] is None}
-    rows = [["problem", *models, "the best of all"], ["---", *["---:"] * (len(models) + 1)]]
-    for head, problem, length in _problem_columns(best, problems):
-        cells = [
-            "-"
-            if (problem, model) in unsupported
-            else _brief(best.get((problem, model), []), length)
-            for model in models
-        ]
-        there = {
-            model: found
-            for (name, model), lines in best.items()
-            if name == problem and (found := by_length(lines).get(length))
-        }
-        most = max(map(len, there.values()))
-        means = {
-            model: f"{spread(found)[0]:.3f}" for model, found in there.items() if len(found) == most
-        }
-        higher = next(iter(there.values()))[0]["metric"] in HIGHER_IS_BETTER
-        first = (max if higher else min)(means.values(), key=float)
-        names = [model for model, mean in means.items() if mean == first]
-        whose = names[0] if len(names) == 1 else f"{len(names)} models"
-        rows.append([head, *cells, f"{first} ({whose})"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _brief(lines: list[Line], length: int) -> str:
-    """Return the mean at one length of the lines of a learning rate, with a star if it is wide."""
-    found = by_length(lines).get(length, [])
-    if not found or len(found) < len({line["seed"] for line in lines}):
-        return shown_scores(lines, length)
-    mean, least, greatest = spread(found)
-    return f"{mean:.3f}{'*' if greatest - least > 0.1 else ''}"
 
 
 def _problem_columns(

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from ssmzoo.files import parse_yaml
-from ssmzoo.publishing.card_results import NOT_MEASURED, ScoredModel, ShownScore
+from ssmzoo.publishing.card_results import ScoredModel, ShownScore
 
 _FILE = "eval/papers.yaml"
 PLACE = Path(__file__).resolve().parents[2] / _FILE
@@ -159,13 +159,6 @@ def _given(kind: type, entry: Any, name: str) -> dict[str, Any]:
 def _check_figure(name: str, figure: object) -> None:
     if not isinstance(figure, str) or not _FIGURE.fullmatch(figure):
         raise ValueError(f"{name}: a figure must be a number in quotes, got {figure!r}")
-
-
-def paper_table(rows: Sequence[PaperRow], results: Iterable[ScoredModel]) -> str:
-    """Return our figures beside the paper's as Markdown; a row without results is left out."""
-    named = {entry.path.stem: entry for entry in results}
-    lines = _lines([row for row in rows if not _missing(row, named)], named)
-    return "\n".join([*_HEAD, *lines, "", MEANING]) if lines else NOT_MEASURED.capitalize() + "."
 
 
 def whole_table(table: PaperTable, named: Mapping[str, ScoredModel]) -> str:

@@ -13,7 +13,6 @@ from programs.papers import (
     PaperRow,
     PaperTable,
     counted,
-    paper_table,
     rows_of,
     whole_table,
     word,
@@ -76,32 +75,6 @@ def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages,
     assert "| s4 | 5,000 | not bounded | 3 |" in tables["What they cost"]
     assert tables["What could not be run"] == "- mamba on delay, mamba on digits: why."
     assert "cost" not in pages.zoo_tables(zoo, lines[:1])
-
-
-def test_a_familys_table_leaves_out_models_that_few_problems_have_seen(pages, zoo):
-    ledger = [
-        {"problem": problem, "model": model, "width": 64, "lr": 0.1, "seed": 0, "length": 40,
-         "metric": "accuracy", "value": value, "validation": value}
-        for problem, model, value in (
-            ("parity", "s5", 0.5), ("S3", "s5", 0.25), ("digits", "s5", 0.5), ("S3", "lru", 0.75),
-            ("delay", "dss", 1.0),
-        )
-    ]  # fmt: skip
-    text = pages.family_table(zoo, ledger, "s5")
-    assert "Not shown, with few problems so far: lru." in " ".join(text.split())
-    assert text.splitlines()[-5:] == [
-        "| problem | s5 | mamba2 | llama | the best of all |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        "| parity | 0.500 |  |  | 0.500 (s5) |",
-        "| S3 | 0.250 |  |  | 0.750 (lru) |",
-        "| digits | 0.500 |  |  | 0.500 (s5) |",
-    ]
-    fewer = [line for line in ledger if line["problem"] in ("S3", "delay")]
-    assert "| problem | s5 | lru | mamba2 |" in pages.family_table(zoo, fewer, "s5")
-    assert "Not shown" not in pages.family_table(zoo, fewer, "s5")
-    assert pages.family_table(zoo, ledger, "rtf") == "Not run yet."
-    with pytest.raises(ValueError, match="must have a model of the family 'mine'"):
-        pages.family_table(zoo, ledger, "mine")
 
 
 def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):
@@ -226,13 +199,11 @@ def test_a_metric_without_standard_errors_ranks_by_more_than_a_third(value, rank
 def test_several_seeds_are_shown_by_median_and_range_and_judged_by_the_median():
     named = [results(v, name=n) for n, v in (("a", 0.1), ("b", 0.81), ("c", 0.9))]
     row = replace(ROW, results=("a", "b", "c"), paper_epochs="3")
-    assert paper_table([row], named).splitlines()[2] == (
+    named = {entry.name: entry for entry in named}
+    assert whole_table(PaperTable("Table 1", "x", (row,)), named).splitlines()[2] == (
         "| x | accuracy, median of 3 seeds: 0.8100, from 0.1000 to 0.9000 | accuracy 0.80 | 3 "
         "| 3 (3) | *figure* |"
     )
-    assert paper_table([row], named[:2]) == "Not measured."
-    unknown = replace(row, paper={"accuracy": "0.80", "loss": "0.1"})
-    assert paper_table([unknown], named) == "Not measured."
 
 
 def test_a_figure_in_percent_is_compared_with_a_share_and_ours_is_shown_so():
@@ -243,7 +214,9 @@ def test_a_figure_in_percent_is_compared_with_a_share_and_ours_is_shown_so():
         (60.6, "*not reached*"),
     ):
         assert word(row, {"a": results(value)}) == expected
-    assert "| accuracy 61.00 % | accuracy 60.6 % |" in paper_table([row], [results(0.61)])
+    assert "| accuracy 61.00 % | accuracy 60.6 % |" in whole_table(
+        PaperTable("Table 1", "x", (row,)), {"a": results(0.61)}
+    )
 
 
 def test_a_whole_table_has_the_rows_that_were_not_run_and_empty_cells_are_left_out():
@@ -354,31 +327,6 @@ def test_a_comparison_has_models_by_problems_and_lengths(pages):
         "| b 8 | 0.500 |",
         "| b 16 | 0.750 |",
     ]
-
-
-def test_the_table_of_some_models_names_the_best_of_all(pages):
-    def lines(problem, model, *values, **changes):
-        place = {"problem": problem, "model": model, "width": 8, "lr": 0.1, "length": 8}
-        place |= {"metric": "accuracy", "validation": 0, **changes}
-        return [{**place, "seed": seed, "value": value} for seed, value in enumerate(values)]
-
-    bits = {"metric": "bits_per_byte"}
-    ledger = [
-        *lines("p", "a", 0.25, 0.75), *lines("p", "b", 0.5, 0.5001), *lines("p", "c", 1.0),
-        *lines("p", "a", 0.25, 0.75, length=16), *lines("p", "b", 0.5, 0.75, length=16),
-        *lines("q", "a", 2.0, **bits), *lines("q", "c", 3.0, **bits), *lines("q", "b", None),
-        *lines("r", "a", 0.25, 0.5, None), *lines("r", "b", None, lr=None),
-    ]  # fmt: skip
-    assert pages.beside_table(ledger, ("q", "absent", "p", "r"), ("b", "a")).splitlines() == [
-        "| problem | b | a | the best of all |",
-        "| --- | ---: | ---: | ---: |",
-        "| q, bits per byte | diverged | 2.000 | 2.000 (a) |",
-        "| p | 0.500 | 0.500* | 0.500 (2 models) |",
-        "| p at 16 | 0.625* | 0.500* | 0.625 (b) |",
-        "| r | - | 0.375 (0.250 to 0.500), 1 diverged | 0.375 (a) |",
-    ]
-    with pytest.raises(ValueError, match=r"must have models of one width, got \[8, 16\]"):
-        pages.beside_table([*ledger, *lines("p", "a", 0.5, width=16)], "p", "a")
 
 
 def line_of(seed, value, **columns):
