@@ -39,6 +39,7 @@ from ssmzoo.publishing.card import render_card
 from ssmzoo.publishing.hub import publish
 from ssmzoo.recipe import load_recipe
 from ssmzoo.tasks.symbols import symbol_tokenizer
+from ssmzoo.training.shards import Snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = package_data("model_cards/template.md").read_text(encoding="utf-8")
@@ -279,6 +280,10 @@ def test_a_run_is_not_credited_with_weights_that_it_did_not_make(run, tmp_path):
     save_file({name: 2 * weight for name, weight in weights.items()}, copy / "model.safetensors")
     with pytest.raises(ValueError, match=r"run_dir .* made other weights than those of .*copy"):
         render_card(copy, run_dir=run)
+    # unless an earlier checkpoint has them
+    earlier = {name: 2 * weight for name, weight in weights.items()}
+    Snapshot(earlier).write(run / "checkpoints" / "step-00000010" / "shards", None)
+    assert "| Last training loss |" in render_card(copy, run_dir=run).read_text()
 
 
 def test_a_checkpoint_is_not_credited_with_later_steps(run):

@@ -16,7 +16,14 @@ from typing import Any
 import yaml
 
 from ssmzoo.checkpoints.load import model_name
-from ssmzoo.checkpoints.weights import parameter_count, read_weights, weights_revision
+from ssmzoo.checkpoints.weights import (
+    NO_WEIGHTS,
+    SHARDS,
+    is_sharded,
+    parameter_count,
+    read_weights,
+    weights_revision,
+)
 from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
@@ -224,14 +231,36 @@ def _run_of(
             f"run_dir {run_dir} trained a {trained!r}, but {folder} holds a "
             f"{config.get('model_type')!r}; give the run that made it"
         )
-    made = [path for path in (place / "model", *place.glob("checkpoints/*")) if path.is_dir()]
-    is_copy = place not in real.parents
-    if is_copy and made and all(weights_revision(path) != revision for path in made):
+    if place not in real.parents and not _made(place, folder, revision):
         raise ValueError(
             f"run_dir {run_dir} made other weights than those of {folder}; give the run that "
             "made them"
         )
     return run
+
+
+def _made(run: Path, folder: Path, revision: str) -> bool:
+    """Tell whether a run's model or one of its checkpoints has a folder's weights.
+
+    So it is if the run has neither any more.
+    """
+    from safetensors.torch import load_file
+
+    from ssmzoo.training.shards import read_all
+
+    checkpoints = [path for path in run.glob("checkpoints/*") if is_sharded(path)]
+    model = run / "model"
+    if not model.is_dir() and not checkpoints:
+        return True
+    if model.is_dir() and weights_revision(model) == revision:
+        return True
+    files = [path for path in folder.glob("*.safetensors") if path.name not in NO_WEIGHTS]
+    ours = {name: x for path in files for name, x in load_file(path).items()}
+    for checkpoint in checkpoints:
+        stored = read_all(checkpoint / SHARDS)  # a tied weight may have another of its names
+        if all(x.equal(stored[name]) for name, x in ours.items() if name in stored):
+            return True
+    return False
 
 
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:
