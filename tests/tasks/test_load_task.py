@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ssmzoo.tasks import Ragged, induction_heads_zero, load_task, mqar
+from ssmzoo.tasks import Ragged, induction_heads_zero, load_task, mqar, pathfinder
 
 ROWS = {"seq_len": 16, "vocab_size": 9, "num_symbols": 7, "num_train": 3000}
 
@@ -23,7 +23,10 @@ ROWS = {"seq_len": 16, "vocab_size": 9, "num_symbols": 7, "num_train": 3000}
         ("state_tracking", {"group": "S3", "num_train": 50, "fresh": True}, True),
     ],
 )
-def test_an_example_depends_on_seed_split_epoch_and_index_alone(name, arguments, fresh):
+def test_an_example_depends_on_seed_split_epoch_and_index_alone(
+    name, arguments, fresh, monkeypatch
+):
+    monkeypatch.setattr(pathfinder, "_CANDIDATES", 64)
     task, again = (load_task(name, "train", 3, **arguments) for _ in range(2))
     assert task.fresh == fresh
     last = len(task) - 1  # in another block of those drawn together

@@ -20,7 +20,7 @@ from ssmzoo.data.readers import (
     open_jsonl,
     open_parquet,
     read_files,
-    text_of,
+    record_text,
 )
 from ssmzoo.environment.messages import first_line
 from ssmzoo.files import is_utf8, kind_of_records
@@ -181,7 +181,7 @@ class DatasetDocuments(_Documents):
 
     def _texts(self, records: Iterable[dict[str, Any]]) -> Iterator[str]:
         for record in records:
-            if text := text_of(record, self._data.text_field, self.field):
+            if text := record_text(record, self._data.text_field, self.field):
                 yield text
 
     def _open(

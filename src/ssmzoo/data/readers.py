@@ -163,7 +163,7 @@ def _text_of_line(line: bytes, text_field: str, place: _Line) -> str:
         raise ValueError(f"{place} must be JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
         raise ValueError(f"{place} must be JSON that Python can read: {error}") from None
-    return text_of(record, text_field, place)
+    return record_text(record, text_field, place)
 
 
 @contextmanager
@@ -220,14 +220,14 @@ def _texts_of_rows(file: Path, text_field: str, group: int | None) -> Iterator[s
                 # beside it are fields of a struct whose names, joined by dots, are the same
                 for text in batch.column(text_field).to_pylist():
                     row += 1
-                    yield text_of({text_field: text}, text_field, f"{file}:{row}")
+                    yield record_text({text_field: text}, text_field, f"{file}:{row}")
         except (ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{file}: cannot be read after row {row}: {reason_of(error)}"
             ) from None
 
 
-def text_of(record: Any, text_field: str, place: object) -> str:
+def record_text(record: Any, text_field: str, place: object) -> str:
     """Return the text of a record, "" if it has none.
 
     Raises:
