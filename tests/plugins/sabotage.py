@@ -757,9 +757,9 @@ def broad(*fails, patch=None, **parts):
     return Sabotage("", parts, patch, frozenset(fails))
 
 
-def planted(first, *more, **parts):
+def planted(first, *more, patch=None, **parts):
     """Return a sabotage that fails the check that names it first, and these."""
-    return Sabotage("", parts, None, frozenset({first, *more}), oracle=False)
+    return Sabotage("", parts, patch, frozenset({first, *more}), oracle=False)
 
 
 NARROW = {
