@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from ssmzoo import files
 from ssmzoo.files import (
     CannotWriteError,
     appears_whole,
@@ -101,7 +102,15 @@ def test_a_file_appears_only_when_complete(tmp_path, monkeypatch):
     assert seen == [(False, "whole")]
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+@pytest.fixture(params=["exchange", "rename"])
+def swap(request, monkeypatch):
+    """Both ways to replace a folder: in one step, and by renaming it away first."""
+    if request.param == "rename":
+        monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    return request.param
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path, swap):
     target = tmp_path / "folder"
     write_folder(target, lambda folder: write_text(folder / "old", "x"))
 
@@ -122,7 +131,16 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path):
+def test_a_folder_is_never_missing_where_the_system_can_exchange_folders(tmp_path, monkeypatch):
+    target = tmp_path / "folder"
+    write_folder(target, lambda folder: write_text(folder / "old", "x"))
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("moved away"))
+    if sys.platform == "linux":
+        write_folder(target, lambda folder: (folder / "new").touch())
+        assert names(target) == ["new"]
+
+
+def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path, swap):
     target = tmp_path / "folder"
 
     def slow(folder):
@@ -137,7 +155,7 @@ def test_two_writers_of_one_folder_do_not_disturb_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "dangling"])
-def test_the_folder_that_a_link_names_is_written_and_the_link_stays(tmp_path, there):
+def test_the_folder_that_a_link_names_is_written_and_the_link_stays(tmp_path, there, swap):
     disk, work = tmp_path / "disk", tmp_path / "work"
     disk.mkdir()
     work.mkdir()
@@ -177,6 +195,7 @@ def rename_away(source, destination):
 if instant == "removal":
     files.shutil.rmtree = lambda path, **_: die() if path.exists() else None
 if instant == "renaming":
+    files._exchange = lambda first, second: False
     os.replace = rename_away
 files.write_folder(target, fill)
 """
@@ -259,6 +278,7 @@ def test_a_folder_comes_back_if_the_new_one_cannot_take_its_place(tmp_path, monk
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         replace(source, place)
 
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(CannotWriteError, match="Input/output error"):
         write_folder(target, lambda folder: (folder / "new").touch())

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -339,10 +340,10 @@ def write_json(target: Path, value: object, *, indent: int = 1) -> None:
 def write_folder(target: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a folder that appears complete or not at all; an older one is replaced.
 
-    Between two renames there is none for an instant; the next writer brings back an older one that
-    a killed process moved away, and removes what it left. Several processes may write the same
-    target: each fills a folder of its own, and the last one stays. A link stays, and the folder
-    that it names is written.
+    Where the system can exchange two folders, the older one is there until then; elsewhere there is
+    none for an instant, and the next writer brings back one that a killed process moved away.
+    Several processes may write the same target: each fills a folder of its own, and the last one
+    stays. A link stays, and the folder that it names is written.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -398,7 +399,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _put(unfinished: Path, target: Path) -> None:
-    """Give a folder its name, and remove the one that had it before."""
+    """Give a folder its name; ``unfinished`` may then hold the one that had it before."""
+    if target.exists() and _exchange(unfinished, target):
+        return None
     replaced = unfinished.with_suffix(".replaced")
     there = target.exists()
     if there:
@@ -412,6 +415,20 @@ def _put(unfinished: Path, target: Path) -> None:
             return _put(unfinished, target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
+    return None
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two folders in one step; False where the system cannot."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
 
 
 def remove_folder(target: Path) -> None:
