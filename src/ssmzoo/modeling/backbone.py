@@ -339,7 +339,7 @@ class SSMModel(SSMPreTrainedModel):
         cache: StateCache | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Run blocks and final norm; also return what enters each and leaves, if asked for."""
-        batch, shown = len(hidden_states), []
+        batch, shown = hidden_states.shape[0], []
         passing = cache if isinstance(cache, SequenceParallelCache) else None
         if packing is not None:
             hidden_states = packing.flat(hidden_states)

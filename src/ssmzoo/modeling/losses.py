@@ -25,7 +25,7 @@ def uncounted(labels: Tensor, where: Tensor) -> Tensor:
 
 def without_padding(labels: Tensor, packing: Sequences | None) -> Tensor:
     """Return labels ``[B, L, ...]`` of which padding's do not count."""
-    real = None if packing is None else packing.mask(len(labels))
+    real = None if packing is None else packing.mask(labels.shape[0])
     if real is None:
         return labels
     return uncounted(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
