@@ -123,11 +123,13 @@ def tree(folder):
 def no_file_longer_than(size):
     """Let every file of this process end there, in the kernel and for whatever library writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # it would be cut, and stay
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = before
 
 
 def same_run(one, two):
