@@ -9,11 +9,11 @@ op's declaration; checks that do not apply to an op are not there. A check fails
 from ssmzoo.testing.ops.accuracy import Accuracy
 from ssmzoo.testing.ops.base import PACKED, Case
 from ssmzoo.testing.ops.mistakes import Mistakes
+from ssmzoo.testing.ops.packed import PackedSequences
 from ssmzoo.testing.ops.robustness import Robustness
-from ssmzoo.testing.ops.sequences import Sequences
 
 
-class OpContract(Accuracy, Sequences, Robustness, Mistakes):
+class OpContract(Accuracy, PackedSequences, Robustness, Mistakes):
     """What every backend of an op keeps to; a subclass that names an op is a whole test.
 
     ::

@@ -11,7 +11,7 @@ from ssmzoo.testing.ops import helpers
 from ssmzoo.testing.ops.base import Calls, Case, Tensors, op_check
 
 
-class Sequences(Calls):
+class PackedSequences(Calls):
     """States that continue, and packed rows that know nothing of each other."""
 
     @op_check(needs=("state",))
@@ -105,7 +105,7 @@ class Sequences(Calls):
     def test_packed_rows_do_not_leak(self, case: Case) -> None:
         """Neither outputs nor gradients, without a state; boundaries past 64 tokens."""
         if case.backend == self.backends[0]:
-            Sequences.test_packed_rows_do_not_leak(self, case._replace(backend="reference"))
+            PackedSequences.test_packed_rows_do_not_leak(self, case._replace(backend="reference"))
         ends = torch.tensor([0, 1, 1, 66, 130, 140])
         tensors = self.draw(packed=ends.diff().tolist(), D=3, N=2)
         tensors |= dict.fromkeys(n for n, x in self.declaration.inputs.items() if x.optional)
