@@ -345,6 +345,7 @@ def test_pauses_count_neither_in_lines_nor_in_checkpoints(monkeypatch):
         ("shards", "cut a byte", r"00001.safetensors has"),
         ("state.json", "remove", "state.json is missing"),
         ("contents.json", "cut", "contents.json cannot be read"),
+        ("contents.json", "older", "was written by ssmzoo 0.1, which alone resumes it"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
@@ -357,13 +358,15 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
         path.write_bytes(content[: len(content) // 2])
     elif damage == "cut a byte":
         path.write_bytes(content[:-1])
+    elif damage == "older":
+        path.write_text('{"config.json": [12, "d36a"]}')
     else:
         path.unlink()
     with pytest.raises(RuntimeError) as caught:
         train(recipe(), output_dir=whole, resume=True)
     text = str(caught.value)
     assert message in text
-    assert "step-00000012 is damaged" in text
+    assert "step-00000012 cannot be used" in text
     assert "the newest whole checkpoint is" in text
     assert "step-00000009; remove what is newer" in text
 

@@ -145,7 +145,7 @@ def newest_checkpoint(root: Path) -> Path | None:
         if good is not None
         else "there is no whole checkpoint; start the run again"
     )
-    raise RuntimeError(f"the checkpoint {newest_first[0]} is damaged: {damage}; {way_out}")
+    raise RuntimeError(f"the checkpoint {newest_first[0]} cannot be used: {damage}; {way_out}")
 
 
 def checkpoint_of(root: Path, step: int) -> Path:
@@ -166,6 +166,8 @@ def damage_of(checkpoint: Path) -> str | None:
         return f"{CONTENTS} cannot be read"
     for name, size in sizes.items():
         path = checkpoint / name
+        if not isinstance(size, int):
+            return "it was written by ssmzoo 0.1, which alone resumes it"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:

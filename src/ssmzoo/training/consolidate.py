@@ -39,7 +39,9 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
         )
     require_new(output, "output")
     if damage := damage_of(checkpoint):
-        raise RuntimeError(f"the checkpoint {checkpoint} is damaged: {damage}; take an earlier one")
+        raise RuntimeError(
+            f"the checkpoint {checkpoint} cannot be used: {damage}; take an earlier one"
+        )
 
     def write(folder: Path) -> None:
         write_model(checkpoint, folder)
