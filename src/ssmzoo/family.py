@@ -108,7 +108,10 @@ class Family:
 
         Raises:
             LookupError: No preset of that name; the message lists those there are.
+            TypeError: ``preset`` is no text.
         """
+        if not isinstance(preset, str | None):
+            raise TypeError(f"preset must be a preset's name, got {preset!r}")
         if preset is not None and preset not in self.presets:
             raise LookupError(
                 f"{self.name} has no preset {preset!r}{suggestion(preset, self.presets)}; "

@@ -538,13 +538,13 @@ def test_examples_of_many_lengths_count_as_equally_long_at_every_seed(tmp_path):
 
 
 def test_a_length_without_a_finite_loss_has_a_line_without_a_value(tmp_path, monkeypatch):
-    measure = validation.measure_held_out
+    measure = validation.evaluate_parts
 
     def lost_at_20(learner, parts, *given):
         found = measure(learner, parts, *given)
         return found | {"loss": math.nan} if found["targets"] == 16 * 20 else found
 
-    monkeypatch.setattr(validation, "measure_held_out", lost_at_20)
+    monkeypatch.setattr(validation, "evaluate_parts", lost_at_20)
     short, long = sweep(one_run(problems={"parity": TRACKING}), tmp_path)
     assert (short["length"], long["length"]) == (8, 20)
     assert short["value"] is not None

@@ -477,7 +477,7 @@ def test_it_is_published_with_a_card(tmp_path, capsys):
     drawn(longhorn(d_state=8)).save_pretrained(tmp_path / "wider")
     assert main(["card", str(tmp_path / "wider")]) == 0
     assert main(["publish", str(tmp_path / "wider"), there]) != 0
-    assert "of another model" in capsys.readouterr().err
+    assert "other names, types or shapes" in capsys.readouterr().err
     assert main(["publish", here, str(tmp_path / "new"), "--include-state"]) != 0
     assert "include_state must be absent" in capsys.readouterr().err
 

@@ -566,8 +566,6 @@ def test_the_command_line_sends_the_code_and_says_how_to_load_it(saved, tmp_path
     assert re.findall(r"\w+\.py", shown) == ["load_with_ssmzoo.py"]
     assert "install ssmzoo from a clone of its repository" in shown
     assert shown.endswith(f"import ssmzoo.auto, then from_pretrained('{tmp_path}/out')\n")
-    assert main(["publish", str(saved), "you/tiny", "--standalone"]) == 2
-    assert "the code goes along unless --no-code" in capsys.readouterr().err
 
 
 def test_the_card_of_a_publication_first_says_what_works_without_ssmzoo(saved):
