@@ -402,6 +402,7 @@ def test_a_truncated_prompt_prints_one_line(place, tmp_path, fails):
 
 
 @pytest.mark.parametrize("same_times", [False, True], ids=["later", "at the same time"])
+@pytest.mark.long
 def test_a_text_that_changed_between_runs_is_found_by_its_digest(
     same_times, place, tmp_path, fails, monkeypatch
 ):

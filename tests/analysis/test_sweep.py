@@ -457,6 +457,7 @@ def of_all_kinds(tmp_path_factory):
 
 
 @pytest.mark.parametrize("problem", ["digits", "listops", "copying"])
+@pytest.mark.long
 def test_classes_of_sequences_and_of_tokens_are_problems_too(problem, of_all_kinds):
     for model in ("Longhorn", "Llama"):
         (line,) = of_all_kinds[problem, model]
@@ -466,6 +467,7 @@ def test_classes_of_sequences_and_of_tokens_are_problems_too(problem, of_all_kin
     assert of_all_kinds[problem, "Longhorn"][0]["state_bytes"] == (32 * 4 + 3 * 32) * 4
 
 
+@pytest.mark.long
 def test_regressions_and_forecasts_are_ranked_by_their_errors(of_all_kinds):
     (line,) = of_all_kinds["delay", "Longhorn"]
     assert (line["metric"], line["length"]) == ("rmse", 16)

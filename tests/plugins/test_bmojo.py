@@ -300,6 +300,15 @@ def test_rows_of_one_length_keep_what_gathered_rows_keep(lengths):
     assert torch.equal(*fresh)
 
 
+@torch.no_grad()
+def test_generate_equals_full_recomputation_over_many_chunks():
+    model, ids = tiny(), tokens(2, 3)
+    got = model.generate(ids, max_new_tokens=18, do_sample=False, pad_token_id=0)
+    for _ in range(18):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(got, ids)
+
+
 # --- causality, memories ----------------------------------------------------------------------
 
 

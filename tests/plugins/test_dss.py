@@ -1115,3 +1115,19 @@ def test_a_batch_without_rows_goes_on_from_its_cache():
     model, ids = build(**FIXED), tokens(2, 7)[:0]
     cache = model(ids[:, :5], use_cache=True).cache
     assert model(ids[:, 5:], cache=cache).logits.shape == (0, 2, 61)
+
+
+@pytest.mark.parametrize("fields", [FIXED, CAPPED[1]], ids=label)
+def test_left_padding_changes_nothing_then_or_later(fields):
+    model, width, lengths = build(**fields), 14, (9, 14, 1)
+    rows = [tokens(1, n, seed=n) for n in lengths]
+    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    got, cache = run(model, padded, attention_mask=mask)
+    more = tokens(3, 4, seed=20)
+    longer = torch.cat([mask, torch.ones(3, 4, dtype=mask.dtype)], dim=1)
+    later = run(model, more, cache, attention_mask=longer)[0]
+    for i, row in enumerate(rows):
+        alone, state = run(model, row)
+        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= 1e-10
+        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= 1e-10

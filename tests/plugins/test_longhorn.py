@@ -380,6 +380,21 @@ def test_exchanging_keys_and_queries_or_the_order_of_the_taps_is_noticed():
         assert relative(got, oracle.logits(wrong, config, input_ids.numpy())) > 1e-3
 
 
+def test_an_exact_transition_agrees_in_one_pass_in_two_and_step_by_step():
+    model, input_ids, tolerance = build(transition="exact"), tokens(2, 19), 1e-10
+    whole, _ = run(model, input_ids)
+    head, cache = run(model, input_ids[:, :8])
+    tail, _ = run(model, input_ids[:, 8:], cache)
+    assert relative(torch.cat([head, tail], dim=1), whole) <= tolerance
+
+    steps, cache = [], None
+    for t in range(19):
+        step, cache = run(model, input_ids[:, t : t + 1], cache)
+        steps.append(step)
+    assert relative(torch.cat(steps, dim=1), whole) <= tolerance
+    assert cache.get_seq_length() == 19
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 11])
 def test_the_cache_holds_the_oracles_states(length):
     model, input_ids = build(), tokens(2, length)

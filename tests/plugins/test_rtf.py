@@ -1297,3 +1297,31 @@ def test_a_batch_without_rows_has_empty_logits_and_goes_on(fields):
         assert model(none[:, :more], cache=cache).logits.shape == (0, more, 61)
     model.train()(none).logits.sum().backward()
     assert all(x.grad is None or not x.grad.any() for x in model.parameters())
+
+
+@pytest.mark.parametrize("fields", ALL[2:], ids=NAMES[2:])
+def test_left_padding_changes_nothing_then_or_later(fields):
+    model, width, lengths = build(**fields), 14, (9, 14, 1)
+    rows = [tokens(1, n, seed=n) for n in lengths]
+    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    got, cache = run(model, padded, attention_mask=mask)
+    more = tokens(3, 4, seed=20)
+    longer = torch.cat([mask, torch.ones(3, 4, dtype=mask.dtype)], dim=1)
+    later = run(model, more, cache, attention_mask=longer)[0]
+    for i, row in enumerate(rows):
+        alone, state = run(model, row)
+        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= 1e-10
+        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= 1e-10
+
+
+@pytest.mark.parametrize("fields", ALL[2:], ids=NAMES[2:])
+def test_beams_reorder_the_state(fields):
+    model, prompt, more = build(**fields), tokens(3, 8), tokens(3, 5, seed=1)
+    expected = run(model, more, run(model, prompt)[1])[0]
+    cache, order = run(model, prompt)[1], torch.tensor([2, 0, 2])
+    cache.reorder_cache(order)
+    assert relative(run(model, more[order], cache)[0], expected[order]) <= 1e-10
+    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
+    with_cache = model.generate(prompt, use_cache=True, **settings)
+    assert torch.equal(with_cache, model.generate(prompt, use_cache=False, **settings))

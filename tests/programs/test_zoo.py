@@ -266,6 +266,7 @@ def test_a_killed_zoo_resumes_and_a_finished_one_is_not_made_again(place, capsys
     assert "STEPS must stay as the zoo in zoo began, 3, got 2" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_dry_run_to_the_hub_shows_private_repositories_and_sends_nothing(
     place, capsys, monkeypatch
 ):

@@ -38,7 +38,7 @@ from ssmzoo.publishing.export_code import MARK
 from ssmzoo.publishing.hub import publish
 
 # what was pushed once is read by many tests
-pytestmark = pytest.mark.xdist_group("hub_http")
+pytestmark = [pytest.mark.xdist_group("hub_http"), pytest.mark.long]
 
 CHUNK = 10 * 1024 * 1024  # bytes that huggingface_hub collects before it writes them
 SCORE = {
@@ -299,7 +299,6 @@ def pushed(server, narrow, wide, tmp_path_factory):
     return {**dict(zip(names, reports, strict=True)), "before": before}
 
 
-@pytest.mark.long
 def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
     for dry, real, repo, revision in (
         ("dry", "real", "tester/published", "v1"),
@@ -319,7 +318,6 @@ def test_the_hub_gets_exactly_what_the_dry_run_showed(server, narrow, pushed):
     assert pushed["real"]["url"] == f"{server.url}/tester/published"
 
 
-@pytest.mark.long
 def test_a_publication_is_one_commit_of_changed_files(server, pushed):
     repo = server.repos["tester/published"]
     _, first, second = repo.trees
@@ -377,7 +375,6 @@ def expected(folder: Path, input_ids: torch.Tensor) -> np.ndarray:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.long
 def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     input_ids = torch.arange(24).reshape(2, 12)
     for name in ("v1", "main", "private"):
@@ -385,7 +382,6 @@ def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     assert np.array_equal(loaded["logits"]["pushed"], expected(wide, input_ids))
 
 
-@pytest.mark.long
 def test_a_saved_prompt_continues_after_loading(loaded, narrow):
     model = AutoModelForCausalLM.from_pretrained(narrow).eval()
     state = load_state(narrow, model)
@@ -461,7 +457,6 @@ for name in sys.argv[1:]:
 )
 
 
-@pytest.mark.long
 def test_pickles_and_names_outside_are_refused_of_a_repository_too(server, narrow, run, tmp_path):
     harm = tmp_path / "harm"
     whole = {path.name: path.read_bytes() for path in narrow.iterdir()}
