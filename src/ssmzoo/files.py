@@ -19,11 +19,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from ssmzoo.environment.messages import shortened
-
-Listed: TypeAlias = dict[str, tuple[int, str]]  # size and sha256 of files, by their place
 
 # the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"

@@ -284,6 +284,10 @@ def test_a_run_is_not_credited_with_weights_that_it_did_not_make(run, tmp_path):
     earlier = {name: 2 * weight for name, weight in weights.items()}
     Snapshot(earlier).write(run / "checkpoints" / "step-00000010" / "shards", None)
     assert "| Last training loss |" in render_card(copy, run_dir=run).read_text()
+    shutil.rmtree(run / "checkpoints")
+    Snapshot({"another": torch.zeros(2)}).write(run / "checkpoints/step-00000010/shards", None)
+    with pytest.raises(ValueError, match="made other weights"):
+        render_card(copy, run_dir=run)
 
 
 def test_a_checkpoint_is_not_credited_with_later_steps(run):

@@ -19,7 +19,7 @@ GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
 ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
 _ADAPTER_FIELDS = {"format": str, "model_type": str, "digest": str, "base": dict, "states": dict}
-OPTIMIZER = "optimizer.safetensors"  # of a run's checkpoint
+OPTIMIZER = "optimizer.safetensors"  # of a checkpoint that ssmzoo 0.1 wrote
 NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
 SHARDS = "shards"  # the folder, in a run's checkpoint, of its tensors
 

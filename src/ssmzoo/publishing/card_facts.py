@@ -246,7 +246,7 @@ def _made(run: Path, folder: Path, revision: str) -> bool:
     """
     from safetensors.torch import load_file
 
-    from ssmzoo.training.shards import read_all
+    from ssmzoo.training.shards import read_into, stored_tensors
 
     checkpoints = [path for path in run.glob("checkpoints/*") if is_sharded(path)]
     model = run / "model"
@@ -257,8 +257,13 @@ def _made(run: Path, folder: Path, revision: str) -> bool:
     files = [path for path in folder.glob("*.safetensors") if path.name not in NO_WEIGHTS]
     ours = {name: x for path in files for name, x in load_file(path).items()}
     for checkpoint in checkpoints:
-        stored = read_all(checkpoint / SHARDS)  # a tied weight may have another of its names
-        if all(x.equal(stored[name]) for name, x in ours.items() if name in stored):
+        stored = stored_tensors(checkpoint / SHARDS)  # a tied weight may have another of its names
+        both = {name: x for name, x in ours.items() if name in stored}
+        if not both or any(stored[name].size != x.shape for name, x in both.items()):
+            continue
+        theirs = {name: x.new_empty(x.shape) for name, x in both.items()}
+        read_into(checkpoint / SHARDS, theirs)  # without moments and carried states
+        if all(x.equal(theirs[name]) for name, x in both.items()):
             return True
     return False
 
