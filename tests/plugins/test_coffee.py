@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from tests.oracles import coffee as oracle
+from tests.plugins.logits import relative
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -116,13 +117,6 @@ def test_every_ablation_has_five_equal_forms(variant, block):
 
 
 # --- helpers ----------------------------------------------------------------------------------
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 @torch.no_grad()

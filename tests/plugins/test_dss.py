@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from tests.oracles import dss as oracle
+from tests.plugins.logits import assert_left_padding_changes_nothing, relative, run, tokens
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState
@@ -61,13 +62,6 @@ def test_a_gated_output_keeps_the_promises():
     assert [result.status for result in report.results] == ["passed"] * len(only), report.table()
 
 
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
-
-
 def label(fields):
     return "-".join(str(value) for value in fields.values()) if isinstance(fields, dict) else None
 
@@ -97,23 +91,12 @@ def build(dtype=torch.float64, cls=FAMILY.causal_lm_class, **fields):
     return stir(cls(FAMILY.config_class(**{**TINY, **fields}))).eval().to(dtype)
 
 
-def tokens(batch, length, seed=0, vocab_size=61):
-    return torch.from_numpy(np.random.default_rng(seed).integers(vocab_size, size=(batch, length)))
-
-
 def arrays(model):
     return {name: x.detach().double().numpy() for name, x in model.state_dict().items()}
 
 
 def judged(model, input_ids, form="convolution"):
     return oracle.logits(arrays(model), model.config.to_dict(), input_ids.numpy(), form)
-
-
-@torch.no_grad()
-def run(model, input_ids, cache=None, **kwargs):
-    """Logits as float64, and the cache."""
-    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.cache
 
 
 @torch.no_grad()
@@ -1119,15 +1102,4 @@ def test_a_batch_without_rows_goes_on_from_its_cache():
 
 @pytest.mark.parametrize("fields", [FIXED, CAPPED[1]], ids=label)
 def test_left_padding_changes_nothing_then_or_later(fields):
-    model, width, lengths = build(**fields), 14, (9, 14, 1)
-    rows = [tokens(1, n, seed=n) for n in lengths]
-    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    got, cache = run(model, padded, attention_mask=mask)
-    more = tokens(3, 4, seed=20)
-    longer = torch.cat([mask, torch.ones(3, 4, dtype=mask.dtype)], dim=1)
-    later = run(model, more, cache, attention_mask=longer)[0]
-    for i, row in enumerate(rows):
-        alone, state = run(model, row)
-        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= 1e-10
-        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= 1e-10
+    assert_left_padding_changes_nothing(build(**fields), (9, 14, 1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import h3 as oracle
+from tests.plugins.logits import relative
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState
@@ -51,13 +52,6 @@ def test_hybrids_without_positions_keep_the_promises_of_values():
     """The bias of their keys cancels in the softmax: its gradient is zero, all else rounding."""
     names = ["oracle", "precision", "causality", "batch", "beams", "assisted", "chunked_prefill"]
     conforms(PAPER, only=[*names, "cache_rows", "cache_file", "prompt_state"])
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 def build(dtype=torch.float64, stirred=True, **fields):

@@ -15,20 +15,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from tests.oracles import longhorn as oracle
+from tests.plugins.logits import assert_left_padding_changes_nothing, relative, run, tokens
 from transformers import MambaConfig, MambaForCausalLM
 
 from ssmzoo.tasks import mqar
 from ssmzoo.testing import check
 from ssmzoo_kernels import longhorn_scan
 from ssmzoo_longhorn import FAMILY
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
-
 
 # --- the op -----------------------------------------------------------------------------------
 
@@ -324,23 +317,12 @@ def build(dtype=torch.float64, **fields):
     return model.to(dtype)
 
 
-def tokens(batch, length, seed=0, vocab_size=61):
-    return torch.from_numpy(np.random.default_rng(seed).integers(vocab_size, size=(batch, length)))
-
-
 def arrays(model):
     return {name: x.detach().double().numpy() for name, x in model.state_dict().items()}
 
 
 def judged(model, input_ids):
     return oracle.logits(arrays(model), model.config.to_dict(), input_ids.numpy())
-
-
-@torch.no_grad()
-def run(model, input_ids, cache=None, **kwargs):
-    """Logits as float64, and the cache."""
-    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.cache
 
 
 def states(cache):
@@ -435,19 +417,7 @@ def test_a_token_changes_nothing_before_it_and_something_after_it():
     ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str
 )
 def test_left_padding_with_a_mask_changes_nothing_then_or_later(dtype, tolerance):
-    model = build(dtype)
-    lengths, width = (12, 5, 1), 12
-    rows = [tokens(1, n, seed=n) for n in lengths]
-    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    got, cache = run(model, padded, attention_mask=mask)
-    more = tokens(3, 4, seed=20)
-    longer = torch.cat([mask, torch.ones(3, 4, dtype=mask.dtype)], dim=1)
-    later = run(model, more, cache, attention_mask=longer)[0]
-    for i, row in enumerate(rows):
-        alone, state = run(model, row)
-        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= tolerance
-        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= tolerance
+    assert_left_padding_changes_nothing(build(dtype), (12, 5, 1), tolerance)
 
 
 def test_packed_sequences_equal_separate_runs():

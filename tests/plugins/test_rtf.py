@@ -13,6 +13,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import rtf as oracle
+from tests.plugins.logits import assert_left_padding_changes_nothing, relative, run, tokens
 
 from ssmzoo.modeling import LayerState
 from ssmzoo.recipe import load_recipe
@@ -135,13 +136,6 @@ class TestRTFModal(FamilyConformance):
     oracle = staticmethod(modal_logits)
 
 
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
-
-
 def stir(model, loud):
     """Move what starts at zero or one; the filters become long, stable and unlike each other.
 
@@ -177,10 +171,6 @@ def build(dtype=torch.float64, cls=FAMILY.causal_lm_class, loud=True, **fields):
     return stir(cls(FAMILY.config_class(**{**TINY, **fields})), loud).eval().to(dtype)
 
 
-def tokens(batch, length, seed=0, vocab_size=61):
-    return torch.from_numpy(np.random.default_rng(seed).integers(vocab_size, size=(batch, length)))
-
-
 def arrays(model):
     return {name: x.detach().double().numpy() for name, x in model.state_dict().items()}
 
@@ -191,13 +181,6 @@ def judged(model, input_ids, form="convolution"):
         held = np.complex128 if model.model.layers[0].mixer.D.dtype.itemsize == 8 else np.complex64
         logits = functools.partial(modal_logits, held=held)
     return logits(arrays(model), model.config.to_dict(), input_ids.numpy(), form)
-
-
-@torch.no_grad()
-def run(model, input_ids, cache=None, **kwargs):
-    """Logits as float64, and the cache."""
-    out = model(input_ids, cache=cache, use_cache=True, **kwargs)
-    return out.logits.double(), out.cache
 
 
 @torch.no_grad()
@@ -1301,18 +1284,7 @@ def test_a_batch_without_rows_has_empty_logits_and_goes_on(fields):
 
 @pytest.mark.parametrize("fields", ALL[2:], ids=NAMES[2:])
 def test_left_padding_changes_nothing_then_or_later(fields):
-    model, width, lengths = build(**fields), 14, (9, 14, 1)
-    rows = [tokens(1, n, seed=n) for n in lengths]
-    padded = torch.cat([torch.nn.functional.pad(r, (width - r.shape[1], 0), value=7) for r in rows])
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
-    got, cache = run(model, padded, attention_mask=mask)
-    more = tokens(3, 4, seed=20)
-    longer = torch.cat([mask, torch.ones(3, 4, dtype=mask.dtype)], dim=1)
-    later = run(model, more, cache, attention_mask=longer)[0]
-    for i, row in enumerate(rows):
-        alone, state = run(model, row)
-        assert relative(got[i : i + 1, width - lengths[i] :], alone) <= 1e-10
-        assert relative(later[i : i + 1], run(model, more[i : i + 1], state)[0]) <= 1e-10
+    assert_left_padding_changes_nothing(build(**fields), (9, 14, 1))
 
 
 @pytest.mark.parametrize("fields", ALL[2:], ids=NAMES[2:])

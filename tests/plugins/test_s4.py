@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import s4 as oracle
+from tests.plugins.logits import relative
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState, StateCache
@@ -21,13 +22,6 @@ MIXER = "model.layers.1.mixer."
 class TestS4(FamilyConformance):
     family = "s4"
     oracle = staticmethod(oracle.logits)
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 def build(dtype=torch.float64, stirred=True, kind="causal_lm", **fields):

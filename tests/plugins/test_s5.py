@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import s5 as oracle
+from tests.plugins.logits import relative
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState, StateCache, hippo_legs
@@ -32,13 +33,6 @@ class TestS5(FamilyConformance):
 class TestLRU(FamilyConformance):
     family = replace(FAMILY, tiny={**FAMILY.tiny, **LRU})
     oracle = staticmethod(oracle.logits)
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 def build(dtype=torch.float64, cls=FAMILY.causal_lm_class, **fields):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import spacetime as oracle
+from tests.plugins.logits import relative
 
 from ssmzoo.analysis.describe import describe_family
 from ssmzoo.cli.main import main
@@ -35,13 +36,6 @@ class TestSpaceTimePreprocessed(FamilyConformance):
         tiny={**FAMILY.tiny, "block": "glu", "preprocess": True, "norm_type": "none"},
     )
     oracle = staticmethod(oracle.logits)
-
-
-def relative(got, expected):
-    """Largest error relative to the largest entry; nan stays nan and fails every comparison."""
-    got, expected = (np.asarray(x, dtype=np.float64) for x in (got, expected))
-    assert got.shape == expected.shape
-    return np.abs(got - expected).max() / np.abs(expected).max()
 
 
 def build(kind="causal_lm", dtype=torch.float64, **fields):
