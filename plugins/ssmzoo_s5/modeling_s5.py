@@ -159,7 +159,23 @@ class S5PreTrainedModel(SSMPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the initial parameters; the plugin's page has their distributions."""
+        """Draw the initial parameters; V are the eigenvectors of HiPPO-N of order d_state / blocks.
+
+        ============= ======================================================================
+        ``D``         N(0, 1)
+        "s5":
+        ``Lambda``    ``blocks`` equal copies of HiPPO-N's eigenvalues, ``-1/2 + i frequency``
+        ``log_dt``    U(ln dt_min, ln dt_max)
+        ``B``         ``V* B'``, B' real with variance 1 / d_state
+        ``C``         ``C' V``, each part of C' with variance 1 / d_state ("rows") or
+                      1 / (d_state hidden_size) ("lecun_normal"); or C itself with 1
+        "lru":
+        ``nu_log``    poles uniform over the ring ``r_min < |lambda| < r_max``
+        ``theta_log`` U(0, max_phase)
+        ``gamma_log`` ``gamma = sqrt(1 - |lambda|^2)``
+        ``B``, ``C``  parts with variance 1 / (2 hidden_size) and 1 / d_state
+        ============= ======================================================================
+        """
         super()._init_weights(module)
         if isinstance(module, S5Mixer):
             init.normal_(module.D)

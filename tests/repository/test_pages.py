@@ -202,8 +202,6 @@ def reader(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         names = {"__name__": "__main__"}
-        if page.startswith("plugins/ssmzoo_"):
-            trained(Path(page).parent.name.removeprefix("ssmzoo_"), "path/or/hub-id")
         if page in ("docs/evaluate.md", "docs/generate.md"):
             trained("longhorn", "runs/longhorn-demo/model")
         if page == "docs/transformers-models.md":
