@@ -70,9 +70,6 @@ LISTED = {
 }
 # Python blocks, by a line in them
 LISTED_BLOCKS = {
-    "def _init_weights(self, module):": "a method of the reader's class",
-    "class ToyForImageClassification(": "the reader's own class",
-    "def dynamics(self, hidden_states": "a method of the reader's class",
     "DELTA_RULE = Op(": "test_foreign_families.py has the files",
     'family = "toy"': "test_toy_family.py has it",
     "FAMILY = Family(": "test_toy_family.py compares it with the files",
@@ -81,7 +78,6 @@ LISTED_BLOCKS = {
     "class ToyConfig(SSMConfig):": "test_toy_family.py compares it with the files",
     '"you/longhorn-demo", trust_remote_code': "a repository; test_export_code.py loads one",
     '"bmojo-130m"': "test_bmojo.py runs it",
-    "Converter(ToyForCausalLM": "the reader's own code; test_convert.py",
     "import json, numpy, onnxruntime": "needs onnx; test_onnx.py runs it",
     'distill("runs/hyena"': "the reader's own model; test_distill.py",
 }

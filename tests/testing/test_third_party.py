@@ -14,12 +14,8 @@ pytestmark = pytest.mark.xdist_group("packaging")
 HERE = Path(__file__).parent
 TOY, GOOSE = HERE.parent / "toy_family", HERE.parent / "foreign_families" / "goose"
 RECIPE = """
-model:
-  family: toy
-  config: {hidden_size: 16, num_hidden_layers: 1}
-data:
-  text: text.txt
-  validation: 0.2
+model: {family: toy, config: {hidden_size: 16, num_hidden_layers: 1}}
+data: {text: text.txt, validation: 0.2}
 train: {steps: 4, batch_size: 2, seq_len: 32, lr: 1.0e-2, seed: 0}
 eval: {every: 4, batches: 1}
 checkpoint: {every: 4, keep: 1}

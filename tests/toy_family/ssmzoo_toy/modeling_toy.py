@@ -55,9 +55,5 @@ class ToyModel(ToyPreTrainedModel, SSMModel):
     mixer_class = ToyMixer
 
 
-class ToyForCausalLM(ToyPreTrainedModel, SSMForCausalLM):
-    model_class = ToyModel
-
-
-class ToyForSequenceClassification(ToyPreTrainedModel, SSMForSequenceClassification):
-    model_class = ToyModel
+ToyForCausalLM = SSMForCausalLM.of(ToyModel)
+ToyForSequenceClassification = SSMForSequenceClassification.of(ToyModel)
