@@ -73,7 +73,6 @@ LISTED_BLOCKS = {
     "def _init_weights(self, module):": "a method of the reader's class",
     "class ToyForImageClassification(": "the reader's own class",
     "def dynamics(self, hidden_states": "a method of the reader's class",
-    "DELTA_RULE = Op(": "test_foreign_families.py has the files",
     'family = "toy"': "test_toy_family.py has it",
     "FAMILY = Family(": "test_toy_family.py compares it with the files",
     "SCAN = Op(": "the reader's own op; test_contract.py declares one",
