@@ -70,7 +70,6 @@ LISTED = {
 }
 # Python blocks, by a line in them
 LISTED_BLOCKS = {
-    "DELTA_RULE = Op(": "test_foreign_families.py has the files",
     'family = "toy"': "test_toy_family.py has it",
     "FAMILY = Family(": "test_toy_family.py compares it with the files",
     "SCAN = Op(": "the reader's own op; test_contract.py declares one",

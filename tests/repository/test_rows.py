@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 from ssmzoo.analysis.describe import installed_families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
+LRA = ("listops", "text", "retrieval", "image", "pathfinder", "pathx")
 TIED = {"vocab_size": 50304, "tie_word_embeddings": True}
 
 
@@ -29,6 +30,8 @@ def typed(cell):
     for name in re.findall(r"`([^`]+)`", cell.split("not built")[0]):
         if name.startswith("model.config_of: "):
             types.append(name.removeprefix("model.config_of: "))
+        elif name.endswith("*"):
+            presets += [name[:-1] + task for task in LRA]
         elif name.startswith("-"):
             presets.append(presets[-1].rpartition("-")[0] + name)
         elif "-" in name:

@@ -64,8 +64,11 @@ def free_port():
 
 
 def page_configurations():
-    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return {yaml.safe_load(block)["distributed_type"]: block for block in blocks}
+    """Return the page's file, and what it becomes by the sentence below it."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    fields = {**yaml.safe_load(text), "distributed_type": "MULTI_GPU"}
+    del fields["fsdp_config"]
+    return {"FSDP": text, "MULTI_GPU": yaml.safe_dump(fields)}
 
 
 def environment_of(file):
