@@ -1,4 +1,8 @@
-"""Scripts that each run in a process of their own, without importing torch and transformers anew."""
+"""Scripts that each run in a process of their own, without importing torch and transformers anew.
+
+The fixture ``forks`` is for tests that are marked ``xdist_group("forks")``, so that one worker
+starts it. It has imported nothing of ours.
+"""
 
 import json
 import os
@@ -9,12 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-PARENT = """
-import json, os, signal, sys, traceback
-import ssmzoo.auto, ssmzoo.cli.main
-from ssmzoo.family import load_family
+import pytest
 
-load_family("longhorn")
+PARENT = """
+import json, os, sys, traceback
+from importlib import import_module
+
+for name in ("torch", "transformers.modeling_layers", "transformers.generation", *sys.argv[1:]):
+    import_module(name)
 for line in sys.stdin:
     script, arguments, environment, out, log = json.loads(line)
     child = os.fork()
@@ -32,11 +38,21 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:  # of a terminal that is gone
+                    pass
             os._exit(status)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+# the command line of ssmzoo
+COMMAND = """
+import sys
+from ssmzoo.cli.main import main
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -49,16 +65,17 @@ class Ended(NamedTuple):
 
 
 class Forks:
-    """An interpreter that knows ssmzoo, torch and transformers, and forks once for each script.
+    """An interpreter that has imported torch, transformers and ``modules``, and forks.
 
-    It takes what libraries read from the environment as they are imported; ``HF_DEBUG`` and the
-    like are the same in all scripts.
+    What libraries read from the environment as they are imported, such as ``HF_HOME``, is the same
+    in all scripts.
     """
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, environment: Mapping[str, str], *modules: str):
         self._parent = subprocess.Popen(
-            [sys.executable, "-c", PARENT],
+            [sys.executable, "-c", PARENT, *modules],
             env=environment,
+            cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -88,3 +105,16 @@ class Forks:
 
     def __exit__(self, *_: object) -> None:
         self._parent.communicate()
+
+
+def ended(pid: int) -> bool:
+    """Tell whether a process has ended, and may still be waited for."""
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """An interpreter with the environment of the tests and a cache of its own."""
+    with Forks({**os.environ, "HF_HOME": str(tmp_path_factory.mktemp("home"))}) as running:
+        yield running

@@ -175,8 +175,8 @@ def test_after_importing_ssmzoo_auto_nothing_is_asked_warned_of_or_run(read):
             module, remote = told["friend", call, trust, ""]
             assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
             assert remote == []
-    lines = [line for line in log["friend"].splitlines() if "[[" not in line and "it/s]" not in line]
-    assert "".join(lines) == ""
+    lines = log["friend"].splitlines()
+    assert "".join(line for line in lines if "[[" not in line and "it/s]" not in line) == ""
 
 
 @pytest.mark.parametrize("name", sorted(families()))

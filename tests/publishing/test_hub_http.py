@@ -1,7 +1,8 @@
 """The Hub over real HTTP on loopback: publish, push, load, and go on after everything that fails.
 
-Each step runs in a process of its own, since a Hub's address is read at import. All of them log
-what they can, and ``run`` fails where a token shows. Their pauses are recorded instead of waited for.
+Each step runs in a process of its own, whose parent read the Hub's address as it was imported. All
+of them log what they can, and ``run`` fails where a token shows. Their pauses are recorded instead
+of waited for.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def python(server, tmp_path_factory):
         "HF_DEBUG": "1",
         "OMP_NUM_THREADS": "1",
     }
-    with Forks(environment) as forks:
+    with Forks(environment, "ssmzoo.auto", "ssmzoo.cli.main") as forks:
         yield Python(forks, server, link)
 
 
