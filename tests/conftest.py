@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from tests.environments import installed, wheel  # noqa: F401
+from tests.forks import forks  # noqa: F401
 
 # a shell lets what it starts in the background ignore Ctrl-C, which runs then do, too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

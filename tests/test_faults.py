@@ -290,7 +290,8 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
-def test_a_read_only_folder_is_one_line_and_stays_as_it_was(place, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_a_read_only_folder_is_one_line_and_stays_as_it_was(place, forks, tmp_path):
     shut = tmp_path / "shut"
     shut.mkdir()
     lines = {}
@@ -305,14 +306,9 @@ def test_a_read_only_folder_is_one_line_and_stays_as_it_was(place, tmp_path):
     lines["card in place"] = ["card", shut / "run" / "model"]
     before = tree(tmp_path)
     words = [[str(word) for word in line] for line in lines.values()]
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, json.dumps([str(shut), words])],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for name, found in zip(lines, json.loads(done.stdout), strict=True):
+    done = forks.run(READ_ONLY, json.dumps([str(shut), words]))
+    assert done.status == 0, done.log
+    for name, found in zip(lines, json.loads(done.out), strict=True):
         line = the_line(*found)
         assert str(shut) in line, (name, line)
         assert "Read-only file system" in line, (name, line)

@@ -1,8 +1,6 @@
 """What the doctor says of this machine and of models on it."""
 
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import requires, version
 from types import SimpleNamespace
@@ -11,6 +9,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from safetensors.torch import load_file, save_file
+from tests.forks import COMMAND
 
 from ssmzoo import load_family
 from ssmzoo.analysis import doctor
@@ -153,11 +152,12 @@ def test_inspect_says_why_a_model_has_no_state(tmp_path):
 
 
 @pytest.mark.long
-def test_without_a_compiler_each_op_names_it_and_the_way_out(tmp_path):
-    environment = {**os.environ, "CC": "no-such-compiler"}
-    command = [sys.executable, "-m", "ssmzoo", "doctor", "longhorn", "--length", "8", "--json"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(run.stdout)
+@pytest.mark.xdist_group("forks")
+def test_without_a_compiler_each_op_names_it_and_the_way_out(forks):
+    words = ("doctor", "longhorn", "--length", "8", "--json")
+    done = forks.run(COMMAND, *words, environment={"CC": "no-such-compiler"})
+    assert done.status == 0, done.log
+    found = json.loads(done.out)
     way_out = "no compiler found: CC=no-such-compiler is not on the PATH; install gcc or clang"
     assert found["machine"]["compiler"] == way_out
     assert found["machine"]["kernel_cache"] is None

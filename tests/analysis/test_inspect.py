@@ -230,6 +230,12 @@ def test_kernels_that_are_not_finite_are_refused():
 # what is written
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leave out pictures, which take longer than the rest."""
+    monkeypatch.setattr("ssmzoo.analysis.inspect.draw_pictures", lambda *_, **__: [])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A classifier of bytes and its tokenizer."""
@@ -287,6 +293,7 @@ def test_the_report_and_pictures_show_what_the_family_knows(model, pictures, tmp
     assert report["parameters"] == sum(p.numel() for p in backbone.parameters())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_model_without_a_state_says_why(tmp_path):
     report = inspect_model("rtf:rtf-speech-commands", tmp_path / "o", length=32, layers=[2])
     assert report["state_bytes"] is None
@@ -311,12 +318,14 @@ def test_a_state_that_grows_has_no_size(family, fields):
     assert found.state_note == "grows by every token in 1 of 2 layers"
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.long
 def test_without_a_length_the_model_decides(tmp_path):
     assert inspect_model("dss", tmp_path / "a")["input"]["length"] == 128
     assert inspect_model("dss", tmp_path / "b", length=77)["input"]["length"] == 77
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.long
 def test_the_same_seed_gives_the_same_report(tmp_path):
     one, two, other = (
@@ -327,6 +336,7 @@ def test_the_same_seed_gives_the_same_report(tmp_path):
     assert one["layers"] != other["layers"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_checkpoint_is_inspected_on_a_text(saved, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("seven plus seven is fourteen. " * 10, encoding="utf-8")
@@ -371,6 +381,7 @@ def test_matplotlib_missing_names_the_extra(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_inspect_reads_the_given_tokens(tmp_path):
     rows = [[5, 6, 7, 8], [8, 7, 6, 5]]
     report = inspect_model("longhorn", tmp_path / "a", ids=rows)
@@ -470,6 +481,7 @@ def test_inspect_does_not_replace_the_working_directory(place, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_text_must_fill_a_sequence_and_fit_the_vocabulary(saved, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("short", encoding="utf-8")
@@ -480,6 +492,7 @@ def test_a_text_must_fill_a_sequence_and_fit_the_vocabulary(saved, tmp_path):
         inspect_model("longhorn", tmp_path / "p", text=text)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_prints_a_line_a_layer(tmp_path, capsys):
     arguments = ["inspect", "rtf", "--output", str(tmp_path / "o"), "--length", "32"]
     assert main(arguments) == 0

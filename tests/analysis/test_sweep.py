@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tests.forks import COMMAND, ended
 from tests.training.runs import KilledError, killed_before, write_texts
 from transformers import (
     AutoModelForCausalLM,
@@ -306,18 +307,21 @@ def test_later_seeds_run_at_the_best_rate_alone(tmp_path):
 
 
 @pytest.mark.long
-def test_two_processes_share_a_folder_and_lose_no_line(tmp_path, said):
+@pytest.mark.xdist_group("forks")
+def test_two_processes_share_a_folder_and_lose_no_line(tmp_path, forks, said):
     path, output = tmp_path / "sweep.yaml", tmp_path / "out"
     rates = [0.01, 0.02, 0.03]
     path.write_text(yaml.safe_dump({**SWEEP, "learning_rates": rates}), encoding="utf-8")
-    command = [sys.executable, "-m", "ssmzoo", "sweep", str(path), "--output", str(output)]
-    other = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    while other.poll() is None and not list(output.rglob("run.json")):
-        time.sleep(0.02)
-    sweep(path, output)
-    theirs = other.communicate()[1]
-    assert other.returncode == 0, theirs
-    trained = [line for line in [*said(), *theirs.splitlines()] if ": accuracy" in line]
+
+    def join_in(pid):
+        while not ended(pid) and not list(output.rglob("run.json")):
+            time.sleep(0.02)
+        sweep(path, output)
+
+    words = ("sweep", str(path), "--output", str(output))
+    other = forks.run(COMMAND, *words, started=join_in)
+    assert other.status == 0, other.log
+    trained = [line for line in [*said(), *other.log.splitlines()] if ": accuracy" in line]
     assert len(trained) == 6  # none was trained twice
     assert 0 < len([line for line in said() if ": accuracy" in line]) < 6
     ledger = sweep(path, output, train=False)

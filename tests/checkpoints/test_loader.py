@@ -22,24 +22,20 @@ pytestmark = [
 
 # Each case is a child of its own, with the answer to a question as its input; it prints one line.
 READER = """
-import json, logging, os, sys
+import json, os, sys
 from importlib.abc import MetaPathFinder
 
-who, folder, adapter = sys.argv[1:4]
+import torch
+import peft
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+folder, adapter, logs, cases = sys.argv[1:]
 
 class Absent(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0].startswith("ssmzoo"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-if who == "stranger":
-    sys.meta_path.insert(0, Absent())
-import torch
-import peft
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
-if who == "friend":
-    import ssmzoo.auto
 
 CALLS = {
     "config": lambda given: AutoConfig.from_pretrained(folder, **given),
@@ -51,7 +47,7 @@ CALLS = {
     ).get_base_model(),
 }
 
-def tell(call, given):
+def tell(who, call, given):
     try:
         got = CALLS[call](given)
     except Exception as error:
@@ -61,16 +57,23 @@ def tell(call, given):
     remote = sorted(name for name in sys.modules if "load_with" in name)
     return [type(got).__module__.split(".")[0], remote]
 
-for case in json.loads(sys.argv[4]):
-    call, trust, answer = case
+assert not [name for name in sys.modules if name.startswith("ssmzoo")]
+for case in json.loads(cases):
+    who, call, trust, answer = case
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(reading, 0)
         os.close(writing)
+        log = os.open(os.path.join(logs, who), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if who == "stranger":
+            sys.meta_path.insert(0, Absent())
+        elif who == "friend":
+            import ssmzoo.auto
         given = {} if trust is None else {"trust_remote_code": trust}
-        said = tell(call, given)
-        print(json.dumps([case, *said]), flush=True)
+        print(json.dumps([case, *tell(who, call, given)]), flush=True)
         os._exit(0)
     os.write(writing, answer.encode())
     os.close(writing)
@@ -97,46 +100,57 @@ def saved(tmp_path_factory):
     return folder
 
 
+CASES = [
+    *(("stranger", call, trust, "") for call in ("model", "tokenizer") for trust in (None, False)),
+    *(("owner", call, trust, "") for call in CALLS for trust in (None, False)),
+    ("owner", "model", None, "n\n"),
+    *(("stranger", call, True, "") for call in ("model", "tokenizer", "peft")),
+    *(("friend", call, trust, "") for call in CALLS[:3] for trust in (None, True)),
+    *(("owner", call, True, "") for call in CALLS),
+    ("owner", "model", None, "y\n"),
+]
+
+
 @pytest.fixture(scope="module")
 def read(saved, tmp_path_factory):
-    """Return a function: who reads and the cases, to what was got by case, and the log."""
-
-    def start(who, *cases):
-        done = subprocess.run(
-            [sys.executable, "-c", READER, who, *map(str, places), json.dumps(cases)],
-            env={**os.environ, "HF_HOME": str(tmp_path_factory.mktemp("home"))},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        lines = [line[line.index("[[") :] for line in done.stdout.splitlines() if "[[" in line]
-        told = {tuple(case): said for case, *said in map(json.loads, lines)}
-        assert len(told) == len(cases), done.stdout
-        return told, done.stdout + done.stderr
-
-    places = (saved / "model", saved / "lora")
-    return start
+    """Return what was got by case, and by reader the log."""
+    logs = tmp_path_factory.mktemp("logs")
+    places = (saved / "model", saved / "lora", logs)
+    done = subprocess.run(
+        [sys.executable, "-c", READER, *map(str, places), json.dumps(CASES)],
+        env={**os.environ, "HF_HOME": str(tmp_path_factory.mktemp("home"))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = {path.name: path.read_text() for path in logs.iterdir()}
+    lines = [line for said in log.values() for line in said.splitlines()]
+    found = [json.loads(line[line.index("[[") :]) for line in lines if "[[" in line]
+    told = {tuple(case): said for case, *said in found}
+    assert told.keys() == set(CASES), log
+    return told, log
 
 
 def test_without_trust_remote_code_nothing_runs_and_no_upgrade_is_advised(read):
-    refused = [(call, trust, "") for call in CALLS for trust in (None, False)]
-    few = (("model", None, ""), ("tokenizer", None, ""))
-    for who, cases in (("owner", [*refused, ("model", None, "n\n")]), ("stranger", few)):
-        told, log = read(who, *cases)
-        for (call, *_), (kind, said) in told.items():
-            if call == "tokenizer":  # which needs no model
-                assert (kind, said) == ("transformers", [])
-            else:
-                assert kind == "ValueError"
-                assert "trust_remote_code=True" in said
-        assert "upgrade" not in log
+    told, log = read
+    refused = [case for case in CASES if case[0] != "friend" and not case[2] and case[3] != "y\n"]
+    for case in refused:
+        kind, said = told[case]
+        if case[1] == "tokenizer":  # which needs no model
+            assert (kind, said) == ("transformers", [])
+        else:
+            assert kind == "ValueError"
+            assert "trust_remote_code=True" in said
+    assert "upgrade" not in log["owner"] + log["stranger"]
 
 
 def test_with_trust_remote_code_the_installed_ssmzoo_loads_the_model(read, saved):
-    cases = [(call, True, "") for call in CALLS]
-    told, _ = read("owner", *cases, ("model", None, "y\n"))
-    for (call, *_), (module, _) in told.items():
+    told, _ = read
+    trusted = [("owner", call, True, "") for call in CALLS]
+    for case in (*trusted, ("owner", "model", None, "y\n")):
+        _, call, *_ = case
+        module, _ = told[case]
         assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
     again = Path(f"{saved / 'model'}-owner")
     assert is_loader(again / LOADER)
@@ -145,22 +159,24 @@ def test_with_trust_remote_code_the_installed_ssmzoo_loads_the_model(read, saved
 
 
 def test_without_ssmzoo_one_line_says_how_to_get_it(read):
-    told, log = read("stranger", *[(call, True, "") for call in ("model", "tokenizer", "peft")])
-    for kind, said in told.values():
+    told, log = read
+    for call in ("model", "tokenizer", "peft"):
+        kind, said = told["stranger", call, True, ""]
         assert kind == "ImportError"
         assert said.startswith("this model needs ssmzoo")
         assert "\n" not in said
-    assert "pip install ssmzoo" not in log  # a name that anybody may take
+    assert "pip install ssmzoo" not in log["stranger"]  # a name that anybody may take
 
 
 def test_after_importing_ssmzoo_auto_nothing_is_asked_warned_of_or_run(read):
-    calls = ("config", "model", "tokenizer")
-    told, log = read("friend", *[(call, trust, "") for call in calls for trust in (None, True)])
-    for (call, *_), (module, remote) in told.items():
-        assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
-        assert remote == []
-    lines = [line for line in log.splitlines() if "[[" not in line and "it/s]" not in line]
-    assert "".join(lines) == ""
+    told, log = read
+    for call in ("config", "model", "tokenizer"):
+        for trust in (None, True):
+            module, remote = told["friend", call, trust, ""]
+            assert module == ("transformers" if call == "tokenizer" else "ssmzoo_longhorn")
+            assert remote == []
+    lines = log["friend"].splitlines()
+    assert "".join(line for line in lines if "[[" not in line and "it/s]" not in line) == ""
 
 
 @pytest.mark.parametrize("name", sorted(families()))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import COMMAND
 from tests.zoo import OURS
 
 from ssmzoo.cli.main import VERBS, main, parsers
@@ -357,13 +358,16 @@ def test_generate_takes_a_prompt_that_begins_with_a_dash_after_two_dashes(prints
 
 
 @pytest.mark.long
-def test_generate_continues_from_a_state_saved_by_another_process(prints, fails, model, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_generate_continues_from_a_state_saved_by_another_process(
+    prints, fails, model, forks, tmp_path
+):
     greedy = ("--max-new-tokens", 8, "--temperature", 0)
     once, longer = (prints("generate", model, text, *greedy) for text in ("Once", "Once upon"))
     kept, more = tmp_path / "kept", tmp_path / "more"
-    command = [sys.executable, "-m", "ssmzoo", "generate", model, "Once", "--save-state", kept]
-    run = subprocess.run([*map(str, [*command, *greedy])], capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, once), run.stderr
+    words = ["generate", model, "Once", "--save-state", kept, *greedy]
+    done = forks.run(COMMAND, *map(str, words))
+    assert (done.status, done.out) == (0, once), done.log
     assert [path.name for path in kept.iterdir()] == ["state.safetensors"]
     for _ in range(2):  # a continuation leaves the file as it was
         assert prints("generate", model, "", *greedy, "--state", kept) == once

@@ -40,27 +40,12 @@ def run(folder, *arguments, expect=0, **variables):
 
 
 @pytest.mark.long
-def test_a_script_and_its_child_processes_get_the_arguments_unchanged(tmp_path):
+def test_a_script_and_its_child_processes_get_the_arguments_and_the_families(tmp_path):
+    """The families are registered when transformers is imported, and nothing is imported before."""
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     (tmp_path / "child.py").write_text(
-        "import sys, transformers\n"
-        "known = 'ssmzoo_longhorn' in transformers.CONFIG_MAPPING\n"
-        "print(__name__, known, sys.argv)\n"
-        "sys.exit(7)\n"
-    )
-    (tmp_path / "parent.py").write_text(
-        "import subprocess, sys\n"
-        "sys.exit(subprocess.run([sys.executable, 'child.py', *sys.argv[1:]]).returncode)\n"
-    )
-    arguments = ["--help", "--debug", "--json", "--", "-x"]
-    out = run(tmp_path, "parent.py", *arguments, expect=7, PYTHONPATH=str(tmp_path))
-    assert out.splitlines() == [*["mine"] * 3, f"__main__ True {['child.py', *arguments]}"]
-
-
-@pytest.mark.long
-def test_families_are_registered_when_transformers_is_imported(tmp_path):
-    (tmp_path / "late.py").write_text(
         "import importlib.util, os, sys\n"
+        "print(__name__, sys.argv)\n"
         "assert importlib.util.find_spec('transformers') is not None\n"
         "print({'ssmzoo', 'torch', 'transformers'} & sys.modules.keys())\n"
         "os.environ['HF_HOME'] = 'mine'\n"
@@ -69,8 +54,19 @@ def test_families_are_registered_when_transformers_is_imported(tmp_path):
         "print(constants.HF_HOME, 'ssmzoo_longhorn' in transformers.CONFIG_MAPPING)\n"
         "config = transformers.AutoConfig.for_model('ssmzoo_longhorn', num_hidden_layers=1)\n"
         "print(type(config) is transformers.CONFIG_MAPPING['ssmzoo_longhorn'])\n"
+        "sys.exit(7)\n"
     )
-    assert run(tmp_path, "late.py").splitlines() == ["set()", "mine True", "True"]
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys\n"
+        "sys.exit(subprocess.run([sys.executable, 'child.py', *sys.argv[1:]]).returncode)\n"
+    )
+    arguments = ["--help", "--debug", "--json", "--", "-x"]
+    out = run(tmp_path, "parent.py", *arguments, expect=7, PYTHONPATH=str(tmp_path))
+    assert out.splitlines() == [
+        *["mine"] * 3,
+        f"__main__ {['child.py', *arguments]}",
+        *("set()", "mine True", "True"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tests.data.test_tokenizer import word_tokenizer
+from tests.forks import COMMAND, ended
 
 from ssmzoo.data import documents
 from ssmzoo.data.rows import Rows
@@ -209,20 +210,26 @@ def raise_error(encode):
 def gone(pid):
     """Return whether a process has ended, after a while."""
     for _ in range(200):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+        if ended(pid):
             return True
         time.sleep(0.05)
     return False
 
 
+SESSION = """
+import os
+os.setsid()
+"""
+
+
 @pytest.mark.long
+@pytest.mark.xdist_group("forks")
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
 )
 def test_a_signal_to_all_its_processes_stops_a_run_with_workers_and_saves_it(
-    number, status, tmp_path
+    number, status, forks, tmp_path
 ):
     """As Ctrl-C in a terminal does, and a cluster's SIGTERM to all of a job's processes."""
     fields = {
@@ -234,21 +241,18 @@ def test_a_signal_to_all_its_processes_stops_a_run_with_workers_and_saves_it(
         "log": {"every": 1},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(fields))
-    command = [sys.executable, "-m", "ssmzoo", "train", str(tmp_path / "recipe.yaml")]
-    run = subprocess.Popen(
-        [*command, "--output", str(tmp_path / "run")],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
-    children = [int(pid) for pid in children_of(run.pid)]
-    os.killpg(run.pid, number)
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode == status, errors
-    assert "which is saved" in errors
+    metrics, children = tmp_path / "run" / "metrics.jsonl", []
+
+    def interrupt(pid):
+        while not ended(pid) and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.05)
+        children.extend(int(child) for child in children_of(pid))
+        os.killpg(pid, number)
+
+    words = ["train", tmp_path / "recipe.yaml", "--output", tmp_path / "run"]
+    done = forks.run(SESSION + COMMAND, *map(str, words), started=interrupt)
+    assert done.status == status, done.log
+    assert "which is saved" in done.log
     assert children
     assert all(map(gone, children))
 

@@ -1,18 +1,18 @@
 """The Hub over real HTTP on loopback: publish, push, load, and go on after everything that fails.
 
-Each step runs in a fresh interpreter, since a Hub's address is read at import. All of them log what
-they can, and ``run`` fails where a token shows. Their pauses are recorded instead of waited for.
+Each step runs in a process of its own, whose parent read the Hub's address as it was imported. All
+of them log what they can, and ``run`` fails where a token shows. Their pauses are recorded instead
+of waited for.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from tests.forks import Forks
 from tests.hub_server import Blob, Fault, HubServer, Repo
 from tests.test_faults import Harm
 from transformers import AutoModelForCausalLM
@@ -57,6 +58,12 @@ START = """
 import json, os, sys, time
 waits = []
 time.sleep = waits.append
+"""
+
+# at an address where nobody listens
+ELSEWHERE = """
+from huggingface_hub import constants
+constants.ENDPOINT = "http://127.0.0.1:1"
 """
 
 # folder target [folder target ...]: publish each
@@ -157,55 +164,63 @@ def server():
         yield running
 
 
-@pytest.fixture
-def run(server, tmp_path):
-    """Run a script in a fresh interpreter that knows no Hub but the given one."""
+class Python(NamedTuple):
+    """Interpreters that know no Hub but one, and its cache by a link."""
 
-    def run_script(script, *arguments, **options):
-        return run_python(server, tmp_path / "home", script, *arguments, **options)
+    forks: Forks
+    server: HubServer
+    link: Path
 
-    return run_script
+    def run(
+        self,
+        home: Path,
+        script: str,
+        *arguments: object,
+        token: str | None = "the user's",
+        started: Callable[[int], object] = lambda pid: None,
+    ) -> Done:
+        """Run a script whose cache is the folder ``home``; a token of None is none."""
+        token = self.server.token if token == "the user's" else token
+        self.link.unlink(missing_ok=True)
+        home.mkdir(exist_ok=True)
+        self.link.symlink_to(home)
+        out, log, status = self.forks.run(
+            script,
+            *map(str, arguments),
+            environment={} if token is None else {"HF_TOKEN": token},
+            started=started,
+        )
+        assert status in (0, -signal.SIGKILL), log
+        for secret in {token, *self.server.accounts} - {None}:
+            assert secret not in out + log
+            for path in home.rglob("*"):
+                assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+        # requests were logged, without it
+        assert "Send: curl" not in log or token is None or "<TOKEN>" in log
+        assert self.server.leaks == []
+        return Done(out.splitlines(), log, status)
 
 
-def run_python(
-    server: HubServer,
-    home: Path,
-    script: str,
-    *arguments: object,
-    url: str | None = None,
-    token: str | None = "the user's",
-    debug: bool = True,
-    started: Callable[[subprocess.Popen], object] = lambda process: None,
-) -> Done:
-    """See ``run``; the Hub is the server at ``url``, and a token of None is none."""
-    token = server.token if token == "the user's" else token
+@pytest.fixture(scope="module")
+def python(server, tmp_path_factory):
+    link = tmp_path_factory.mktemp("cache") / "home"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     environment |= {
-        "HF_ENDPOINT": url or server.url,
-        "HF_HOME": str(home),
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(link),
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DEBUG": "1",
         "OMP_NUM_THREADS": "1",
     }
-    environment |= {"HF_DEBUG": "1"} if debug else {}
-    environment |= {"HF_TOKEN": token} if token is not None else {}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    started(process)
-    out, log = process.communicate(timeout=600)
-    assert process.returncode in (0, -signal.SIGKILL), log
-    for secret in {token, *server.accounts} - {None}:
-        assert secret not in out + log
-        for path in home.rglob("*"):
-            assert not path.is_file() or secret.encode() not in path.read_bytes(), path
-    assert not debug or token is None or "<TOKEN>" in log  # requests were logged, without it
-    assert server.leaks == []
-    return Done(out.splitlines(), log, process.returncode)
+    with Forks(environment, "ssmzoo.auto", "ssmzoo.cli.main") as forks:
+        yield Python(forks, server, link)
+
+
+@pytest.fixture
+def run(python, tmp_path):
+    """Run a script in a process that has an empty cache, or that of the test's last one."""
+    return functools.partial(python.run, tmp_path / "home")
 
 
 def save(folder: Path, max_shard_size: str = "50GB", **changes) -> Path:
@@ -282,7 +297,7 @@ def oid(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def pushed(server, narrow, wide, tmp_path_factory):
+def pushed(server, python, narrow, wide, tmp_path_factory):
     """What the process that pushes said of each publication."""
     large = oid(max(wide.glob("model-*.safetensors"), key=lambda path: path.stat().st_size))
     server.faults += [
@@ -290,7 +305,7 @@ def pushed(server, narrow, wide, tmp_path_factory):
         Fault(f"PUT /lfs/{large}", cut="request", after=3_000_000),
     ]
     before = shown(narrow)
-    done = run_python(server, tmp_path_factory.mktemp("home"), PUSH, narrow, wide)
+    done = python.run(tmp_path_factory.mktemp("home"), PUSH, narrow, wide)
     names = ["dry", "real", "state dry", "state", "second", "private", "thought"]
     decoder, text = json.JSONDecoder(), "\n".join(done.out)
     starts = re.finditer(r"^\{", text, re.MULTILINE)
@@ -355,11 +370,11 @@ def test_the_same_weights_are_sent_once_to_whatever_repository(server, narrow, p
 
 
 @pytest.fixture(scope="module")
-def loaded(server, pushed, tmp_path_factory):
+def loaded(server, python, pushed, tmp_path_factory):
     """What a process found that loads everything by its name."""
     work = tmp_path_factory.mktemp("load")
-    done = run_python(
-        server, work, LOAD, work / "logits.npz", server.token, server.stranger_token, token=None
+    done = python.run(
+        work, LOAD, work / "logits.npz", server.token, server.stranger_token, token=None
     )
     return {"errors": json.loads(done.out[-1]), "logits": dict(np.load(work / "logits.npz"))}
 
@@ -475,7 +490,7 @@ def test_pickles_and_names_outside_are_refused_of_a_repository_too(server, narro
         server.repos[repo] = Repo(private=False)
         blobs = {name: Blob(raw, lfs=name.endswith("tensors")) for name, raw in tree.items()}
         server.repos[repo].commit("main", blobs)
-    done = run(HOSTILE, *files, debug=False)
+    done = run(HOSTILE, *files)
     assert done.out == ["2"] * 4
     lines = done.errors
     assert len(lines) == 6, done.log
@@ -495,7 +510,7 @@ def test_a_refused_token_is_named_as_the_cause_and_never_shown(server, small, ru
         ("hf_wrong_secret", "the token is not valid (401); run `hf auth login` or set HF_TOKEN"),
         ("hf_wrong_secret\u00e9", "needs a valid Hugging Face token; run `hf auth login`"),
     ):
-        done = run(PUBLISH, small, "tester/refused", token=token, debug=False)
+        done = run(PUBLISH, small, "tester/refused", token=token)
         (line,) = done.errors
         assert done.out == ["2", "[]"]
         assert "publishing to tester/refused" in line
@@ -536,7 +551,8 @@ def test_the_way_out_of_each_refusal_of_the_hub_is_named(server, small, run, tmp
     (nobody,) = run(PUBLISH, small, "tester/none", token=None).errors
     assert "needs a valid Hugging Face token" in nobody
     assert "hf auth login" in nobody
-    done = run(PUBLISH, small, "tester/none", url="http://127.0.0.1:1")
+    elsewhere = PUBLISH.replace(START, START + ELSEWHERE)
+    done = run(elsewhere, small, "tester/none")
     (nowhere,) = done.errors
     assert "at http://127.0.0.1:1 failed: [Errno 111] Connection refused; run the same" in nowhere
 
@@ -665,17 +681,17 @@ def test_an_interrupted_push_is_resumed(server, wide, run):
     small_shard, large = sorted(shards, key=lambda name: shards[name].stat().st_size)
     for name in (small_shard, large):
         server.lfs.pop(name, None)  # of other tests
-    processes: list[subprocess.Popen] = []
+    processes: list[int] = []
 
     def kill() -> None:
         deadline = time.monotonic() + 60
         while small_shard not in server.lfs and time.monotonic() < deadline:
             time.sleep(0.01)
-        processes[-1].kill()
+        os.kill(processes[-1], signal.SIGKILL)
 
     server.requests.clear()
     server.faults.append(Fault(f"PUT /lfs/{large}", cut="request", after=5_000_000, then=kill))
-    killed = run(PUBLISH, wide, "tester/resumed", debug=False, started=processes.append)
+    killed = run(PUBLISH, wide, "tester/resumed", started=processes.append)
     assert killed.status == -signal.SIGKILL
     assert small_shard in server.lfs
     assert held(server, "tester/resumed") == {}

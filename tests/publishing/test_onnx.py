@@ -1,13 +1,14 @@
-"""ONNX, in a process of its own: its packages lie beside the rest."""
+"""ONNX, in processes of its own: its packages lie beside the rest."""
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from tests.forks import Forks
 from tests.zoo import OURS
+
+# one worker imports its packages
+pytestmark = pytest.mark.xdist_group("onnx")
 
 CHECKED = """
 import sys
@@ -89,48 +90,46 @@ assert (torch.as_tensor(logits) - whole).abs().max() <= 1e-5 * whole.abs().max()
 """
 
 
-def run(code, *arguments):
+@pytest.fixture(scope="module")
+def run():
     folder = os.environ.get("SSMZOO_TEST_ONNX")
     if folder is None and importlib.util.find_spec("onnx") is None:
         pytest.skip("onnx is not installed; `make test` puts it beside the rest")
     paths = [path for path in (folder, os.environ.get("PYTHONPATH")) if path]
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    with Forks({**os.environ, **environment}, "onnxruntime", "onnxscript") as forks:
+
+        def run_script(code, *arguments):
+            done = forks.run(code, *map(str, arguments))
+            assert done.status == 0, done.log
+            return done
+
+        yield run_script
 
 
 @pytest.mark.long
-def test_an_operator_that_onnx_lacks_is_found():
-    done = run(CHECKED, "onnx")
-    assert done.returncode == 0, done.stderr
+def test_an_operator_that_onnx_lacks_is_found(run):
+    run(CHECKED, "onnx")
 
 
 @pytest.mark.long
-def test_the_command_writes_a_graph_that_generates_the_models_tokens():
+def test_the_command_writes_a_graph_that_generates_the_models_tokens(run):
     done = run(TOKENS, 50, "coffee")
-    assert done.returncode == 0, done.stderr
-    assert "graph" not in done.stderr
-    assert "holds files that no export wrote; choose another folder" in done.stderr
+    assert "graph" not in done.log
+    assert "holds files that no export wrote; choose another folder" in done.log
 
 
 @pytest.mark.long
-def test_the_page_on_export_says_what_runs(tmp_path):
-    done = run(PAGE, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_page_on_export_says_what_runs(run, tmp_path):
+    run(PAGE, tmp_path)
 
 
 @pytest.mark.slow
-def test_every_family_is_exact_in_onnx():
-    done = run(CHECKED, *OURS)
-    assert done.returncode == 0, done.stderr
+def test_every_family_is_exact_in_onnx(run):
+    run(CHECKED, *OURS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
-def test_a_thousand_tokens_are_the_models(name):
-    done = run(TOKENS, 1000, name)
-    assert done.returncode == 0, done.stderr
+def test_a_thousand_tokens_are_the_models(run, name):
+    run(TOKENS, 1000, name)

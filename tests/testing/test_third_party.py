@@ -1,4 +1,8 @@
-"""A family from somebody else's wheel, beside ours in a fresh environment, used as ours are."""
+"""Families from somebody else's wheels, beside ours in a fresh environment, used as ours are.
+
+All that makes models runs in one process; what reads them runs in a second, which knows no more
+than ``import ssmzoo.auto``, and in a third where nothing of ours can be imported.
+"""
 
 import json
 from pathlib import Path
@@ -22,80 +26,6 @@ checkpoint: {every: 4, keep: 1}
 log: {every: 1}
 """
 
-# the Auto classes before any command, in a process that knows no more than `import ssmzoo.auto`
-USE = """
-import contextlib, io, json, sys
-import ssmzoo.auto
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-
-model = sys.argv[1]
-autos = (AutoModelForCausalLM, AutoModelForSequenceClassification)
-found = {"classes": [type(auto.from_pretrained(model)).__name__ for auto in autos]}
-found["model_type"] = AutoConfig.from_pretrained(model).model_type
-
-from ssmzoo.cli.main import main
-
-def told(*command):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main([*command]) == 0
-    return out.getvalue()
-
-found["generated"] = told("generate", model, "line", "--max-new-tokens", "4")
-found["doctor"] = json.loads(told("doctor", model, "--length", "8", "--json"))
-import ssmzoo_toy
-
-print(json.dumps(found | {"file": ssmzoo_toy.__file__}))
-"""
-
-
-def test_the_page_on_adding_a_family_shows_this_recipe():
-    page = TOY.parents[1].joinpath("docs", "add-a-family.md").read_text(encoding="utf-8")
-    assert f"```yaml{RECIPE}```\n" in page
-
-
-@pytest.fixture(scope="module")
-def environment(wheel, tmp_path_factory):
-    theirs = build_wheel(TOY, tmp_path_factory.mktemp("toy"))
-    return make_environment(tmp_path_factory.mktemp("venv"), wheel, theirs)
-
-
-@pytest.fixture(scope="module")
-def model(environment):
-    """A toy that ``ssmzoo train`` made."""
-    (environment.folder / "toy.yaml").write_text(RECIPE)
-    lines = [f"line {i} of a text that repeats itself\n" for i in range(400)]
-    (environment.folder / "text.txt").write_text("".join(lines))
-    environment.run("ssmzoo", "train", "toy.yaml", "--output", "run")
-    return environment.folder / "run" / "model"
-
-
-@pytest.mark.long
-def test_it_passes_the_conformance_suite_from_the_command_line(environment):
-    report = json.loads(environment.run("ssmzoo", "check", "toy", "--json"))
-    outcomes = {row["name"]: row["status"] for row in report["checks"]}
-    assert outcomes["padding"] == outcomes["trainer"] == outcomes["lora"] == "passed"
-    assert set(outcomes.values()) <= {"passed", "skipped"}
-
-
-@pytest.mark.long
-def test_it_trains_generates_inspects_and_loads_by_auto_classes(environment, model):
-    losses = [
-        row["loss"]
-        for row in map(json.loads, (model.parent / "metrics.jsonl").read_text().splitlines())
-        if "loss" in row
-    ]
-    assert losses[-1] < losses[0]
-    assert json.loads((model.parent / "run.json").read_text())["versions"]["ssmzoo-toy"] == "0.1.0"
-    found = json.loads(environment.run("python", "-c", USE, model))
-    assert found["file"].startswith(str(environment.folder))
-    assert found["classes"] == ["ToyForCausalLM", "ToyForSequenceClassification"]
-    assert found["model_type"] == "ssmzoo_toy"
-    assert found["generated"]
-    assert found["doctor"]["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}
-
-
-# --- a package whose op is in C ------------------------------------------------------------------
-
 SMALL = "{hidden_size: 32, num_hidden_layers: 2, head_dim: 16}"
 SWEEP = """
 models:
@@ -111,11 +41,8 @@ widths: [16]
 learning_rates: [0.01]
 seeds: [0]
 """
-WORK = """
+TELL = """
 import contextlib, io, json
-import torch
-from pathlib import Path
-from safetensors.torch import save_file
 from ssmzoo.cli.main import main
 
 def told(*command):
@@ -123,23 +50,50 @@ def told(*command):
         assert main([*command]) == 0, command
     return out.getvalue()
 
-told("train", "goose.yaml", "--output", "run")
-found = {"doctor": json.loads(told("doctor", "run/model", "--length", "8", "--json"))}
-told("inspect", "run/model", "--output", "pictures", "--length", "16", "--sequences", "1")
+"""
+WORK = (
+    TELL
+    + """
+from pathlib import Path
+
+for name in ("toy", "goose"):
+    told("train", f"{name}.yaml", "--output", name)
+found = {"doctor": json.loads(told("doctor", "goose/model", "--length", "8", "--json"))}
+told("inspect", "goose/model", "--output", "pictures", "--length", "16", "--sequences", "1")
 told("sweep", "sweep.yaml", "--output", "sweep")
-told("card", "run/model")
-told("publish", "run/model", "./published")
+told("card", "goose/model")
+told("publish", "goose/model", "./published")
 found["files"] = sorted(path.name for path in Path("published").iterdir())
-
-import ssmzoo.auto
-from transformers import AutoModelForCausalLM
-
-ids = torch.arange(40).view(2, 20)
-with torch.no_grad():
-    logits = AutoModelForCausalLM.from_pretrained("run/model").eval()(ids).logits
-save_file({"logits": logits}, "ours.safetensors")
+found["check"] = json.loads(told("check", "toy", "--only", "padding,trainer,lora", "--json"))
 print(json.dumps(found))
 """
+)
+# the Auto classes before any command
+USE = (
+    """
+import ssmzoo.auto
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+autos = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+found = {"classes": [type(auto.from_pretrained("toy/model")).__name__ for auto in autos]}
+found["model_type"] = AutoConfig.from_pretrained("toy/model").model_type
+ids = torch.arange(40).view(2, 20)
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained("goose/model").eval()(ids).logits
+save_file({"logits": logits}, "ours.safetensors")
+"""
+    + TELL
+    + """
+found["generated"] = told("generate", "toy/model", "line", "--max-new-tokens", "4")
+found["doctor"] = json.loads(told("doctor", "toy/model", "--length", "8", "--json"))
+found["list"] = json.loads(told("list", "--load", "--json"))
+import ssmzoo_toy
+
+print(json.dumps(found | {"file": ssmzoo_toy.__file__}))
+"""
+)
 ALONE = """
 import sys
 import torch
@@ -155,39 +109,78 @@ with torch.no_grad():
 """
 
 
+def test_the_page_on_adding_a_family_shows_this_recipe():
+    page = TOY.parents[1].joinpath("docs", "add-a-family.md").read_text(encoding="utf-8")
+    assert f"```yaml{RECIPE}```\n" in page
+
+
 @pytest.fixture(scope="module")
-def flock(wheel, tmp_path_factory):
-    """An environment with the wheel of a family whose op is in C, and what ``WORK`` found there."""
-    theirs = build_wheel(GOOSE, tmp_path_factory.mktemp("goose"))
-    environment = make_environment(tmp_path_factory.mktemp("venv"), wheel, theirs)
-    recipe = RECIPE.replace("toy", "goose").replace(
-        "{hidden_size: 16, num_hidden_layers: 1}", SMALL
-    )
-    (environment.folder / "goose.yaml").write_text(recipe)
-    (environment.folder / "sweep.yaml").write_text(SWEEP)
+def worked(wheel, tmp_path_factory):
+    """An environment with the wheels of two families, one with an op in C, and what WORK found."""
+    theirs = [build_wheel(path, tmp_path_factory.mktemp(path.name)) for path in (TOY, GOOSE)]
+    environment = make_environment(tmp_path_factory.mktemp("venv"), wheel, *theirs)
+    small = RECIPE.replace("{hidden_size: 16, num_hidden_layers: 1}", SMALL)
     lines = [f"line {i} of a text that repeats itself\n" for i in range(400)]
-    (environment.folder / "text.txt").write_text("".join(lines))
+    for name, text in {
+        "toy.yaml": RECIPE,
+        "goose.yaml": small.replace("toy", "goose"),
+        "sweep.yaml": SWEEP,
+        "text.txt": "".join(lines),
+    }.items():
+        (environment.folder / name).write_text(text)
     found = environment.run("python", "-c", WORK, HF_HUB_OFFLINE="1")
     return environment, json.loads(found.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def used(worked):
+    environment, _ = worked
+    return json.loads(environment.run("python", "-c", USE))
+
+
+def losses(run):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
 @pytest.mark.long
-def test_an_op_in_c_of_another_wheel_runs_wherever_ours_do(flock):
-    environment, found = flock
-    for layer in found["doctor"]["model"]["layers"]:
+def test_it_passes_the_kits_checks_from_the_command_line(worked):
+    _, found = worked
+    outcomes = {row["name"]: row["status"] for row in found["check"]["checks"]}
+    assert outcomes == dict.fromkeys(("padding", "trainer", "lora"), "passed")
+
+
+@pytest.mark.long
+def test_it_trains_generates_inspects_and_loads_by_auto_classes(worked, used):
+    environment, _ = worked
+    run = environment.folder / "toy"
+    found = losses(run)
+    assert found[-1] < found[0]
+    assert json.loads((run / "run.json").read_text())["versions"]["ssmzoo-toy"] == "0.1.0"
+    assert used["file"].startswith(str(environment.folder))
+    assert used["classes"] == ["ToyForCausalLM", "ToyForSequenceClassification"]
+    assert used["model_type"] == "ssmzoo_toy"
+    assert used["generated"]
+    [row] = [row for row in used["list"] if row["name"] == "toy"]
+    assert (row["status"], row["distribution"]) == ("ok", "ssmzoo-toy")
+    assert used["doctor"]["model"]["layers"][0]["read"] == {"causal_conv1d": "cpu"}
+
+
+@pytest.mark.long
+def test_an_op_in_c_of_another_wheel_runs_wherever_ours_do(worked):
+    environment, told = worked
+    for layer in told["doctor"]["model"]["layers"]:
         assert layer["read"]["goose_delta_rule"] == layer["step"]["goose_delta_rule"] == "cpu"
-    folder = environment.folder
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert losses[-1] < losses[0]
-    assert "Goose" in (folder / "sweep" / "ledger.csv").read_text()
-    assert any(path.suffix == ".png" for path in (folder / "pictures").rglob("*"))
+    found = losses(environment.folder / "goose")
+    assert found[-1] < found[0]
+    assert "Goose" in (environment.folder / "sweep" / "ledger.csv").read_text()
+    assert any(path.suffix == ".png" for path in (environment.folder / "pictures").rglob("*"))
 
 
 @pytest.mark.long
-def test_it_is_published_with_its_formula_and_loads_where_nothing_of_ours_is(flock):
-    environment, found = flock
-    op = {name for name in found["files"] if name.startswith("ssmzoo_goose_delta_rule")}
+def test_it_is_published_with_its_formula_and_loads_where_nothing_of_ours_is(worked, used):
+    environment, told = worked
+    op = {name for name in told["files"] if name.startswith("ssmzoo_goose_delta_rule")}
     assert op == {"ssmzoo_goose_delta_rule.py", "ssmzoo_goose_delta_rule_reference.py"}
     environment.run("python", "-c", ALONE, HERE.parent / "publishing", HF_HUB_OFFLINE="1")
     ours, alone = (

@@ -43,7 +43,6 @@ pytestmark = pytest.mark.xdist_group("many_processes")
 
 PAGE = Path(__file__).parents[2] / "docs/many-machines.md"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def ran(*command, **environment):

@@ -1,14 +1,12 @@
 """What a run takes from its environment: nothing that changes numbers without a word."""
 
 import json
-import resource
-import subprocess
-import sys
 
 import pytest
 import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from tests.forks import COMMAND
 from tests.training.runs import (
     assert_same_run,
     quick_runs,  # noqa: F401
@@ -120,8 +118,16 @@ def test_away_from_a_terminal_every_line_of_metrics_is_printed(recipe, tmp_path,
         assert ("tokens_per_second " in words) == ("loss" in line)
 
 
+FEW_FILES = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, most))
+"""
+
+
 @pytest.mark.long
-def test_too_many_open_files_name_the_limit(recipe, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_too_many_open_files_name_the_limit(recipe, forks, tmp_path):
     """A stream keeps a file open for each of its lanes."""
     (tmp_path / "data").mkdir()
     for number in range(256):
@@ -131,17 +137,11 @@ def test_too_many_open_files_name_the_limit(recipe, tmp_path):
         *("data.text=null", f"data.jsonl={tmp_path}/data", "data.streaming=true"),
         *("data.validation=null", "train.batch_size=64", "data.shuffle_buffer=1"),
     ]
-    words = [sys.executable, "-m", "ssmzoo", "train", recipe, "--output", tmp_path / "run"]
+    words = ["train", recipe, "--output", tmp_path / "run"]
     words += [word for change in changes for word in ("--set", change)]
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    done = subprocess.run(
-        [*map(str, words)],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (60, most)),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    said = done.stderr.splitlines()[-1]
+    done = forks.run(FEW_FILES + COMMAND, *map(str, words))
+    assert done.status == 2, done.log
+    said = done.log.splitlines()[-1]
     assert "Too many open files" in said
     assert "raise the limit on open files (ulimit -n)" in said
 

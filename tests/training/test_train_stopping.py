@@ -6,8 +6,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -18,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from tests.forks import COMMAND, ended
 from tests.training.runs import (
     KilledError,
     assert_same_run,
@@ -204,36 +203,40 @@ def test_only_the_main_thread_hears_signals():
     assert seen == [signal.getsignal(signal.SIGTERM)]
 
 
-# a session of its own, whose terminal is standard input
-ON_A_TERMINAL = (
-    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "os.execvp(sys.argv[1], sys.argv[1:])"
-)
+# a session of its own, on the terminal that is its first argument
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+terminal = os.open(sys.argv.pop(1), os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for number in range(3):
+    os.dup2(terminal, number)
+os.close(terminal)
+"""
 
 
 @pytest.mark.long
-def test_a_run_whose_terminal_is_closed_is_saved(recipe, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_a_run_whose_terminal_is_closed_is_saved(recipe, forks, tmp_path):
     """The system sends SIGHUP, and the bar of progress can no longer be drawn."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(ours, (24, 80))
-    words = [sys.executable, "-m", "ssmzoo", "train", recipe, "--output", tmp_path / "run"]
+    words = [os.ttyname(theirs), "train", recipe, "--output", tmp_path / "run"]
     changes = ["train.steps=100000", "eval.every=100000", "checkpoint.every=100000"]
     words += [word for change in changes for word in ("--set", change)]
-    run = subprocess.Popen(
-        [sys.executable, "-c", ON_A_TERMINAL, *map(str, words)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
     os.set_blocking(ours, False)
-    shown, metrics = b"", tmp_path / "run" / "metrics.jsonl"
-    while run.poll() is None and not (b"train:" in shown and metrics.stat().st_size):
-        with suppress(BlockingIOError):
-            shown += os.read(ours, 1 << 16)
-        time.sleep(0.05)
-    os.close(ours)
-    assert run.wait(60) == 128 + signal.SIGHUP, shown
+    shown, metrics = bytearray(), tmp_path / "run" / "metrics.jsonl"
+
+    def close(pid):
+        while not ended(pid) and not (b"train:" in shown and metrics.stat().st_size):
+            with suppress(BlockingIOError):
+                shown.extend(os.read(ours, 1 << 16))
+            time.sleep(0.05)
+        os.close(theirs)
+        os.close(ours)
+
+    done = forks.run(ON_A_TERMINAL + COMMAND, *map(str, words), started=close)
+    assert done.status == 128 + signal.SIGHUP, (shown, done.log)
     assert b"step 2 of" not in shown  # beside the bar
     (saved,) = checkpoints(tmp_path / "run" / "checkpoints")
     assert step_of(saved) >= read_metrics(metrics)[-1]["step"]

@@ -280,6 +280,7 @@ class _Flat:
         self.wanted_whole: set[str] = set()
         self._waiting: list[str] = []
         self._origins: dict[str, list[str]] = {}
+        self._mark = f"{MARK}{version('ssmzoo')}"
         self._resolver = Resolver(_source, self._is_ours)
 
     def add(self, module: str, by: str, itself: bool = False) -> None:
@@ -342,7 +343,7 @@ class _Flat:
             ours = package in ("ssmzoo", "ssmzoo_kernels")
             self._origins[package] = _origin("ssmzoo" if ours else _distribution(package))
         by, *licence = self._origins[package]
-        return "\n".join([f"{MARK}{version('ssmzoo')}: {module}{by}", *licence]) + "\n"
+        return "\n".join([f"{self._mark}: {module}{by}", *licence]) + "\n"
 
     def _ours(
         self, source: Source, node: ast.ImportFrom | ast.Import

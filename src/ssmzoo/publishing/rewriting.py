@@ -10,7 +10,7 @@ import ast
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 _UNSAFE_CALLS = frozenset({"eval", "exec", "compile", "__import__"})
@@ -273,6 +273,7 @@ def _bound(node: ast.stmt) -> set[str]:
     return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
+@lru_cache(maxsize=256)
 def check_harmless(name: str, text: str) -> None:
     """Fail if a text would run code that it does not show: ``eval``, ``pickle`` and their kind.
 
