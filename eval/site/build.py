@@ -50,6 +50,7 @@ CARDS = "cards.md"
 # of a file or folder, the page that shows it
 INSTEAD = {
     "src/ssmzoo/recipe/sections.py": RECIPE,
+    "src/ssmzoo/recipe/train.py": RECIPE,
     "eval/results": TABLES,
     "model_cards/small": CARDS,
 }

@@ -11,11 +11,11 @@ import pytest
 from tests.data.test_tokenizer import word_tokenizer
 
 from ssmzoo.data.readers import read_files
-from ssmzoo.data.rows import IGNORED
 from ssmzoo.data.sources import data_source
 from ssmzoo.data.tokenizer import byte_tokenizer, encoder
 from ssmzoo.data.tokens import TokenStore
 from ssmzoo.recipe import Recipe
+from ssmzoo.tasks.common import IGNORED
 
 BOS, EOS = 257, 258
 

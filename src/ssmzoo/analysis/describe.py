@@ -287,16 +287,8 @@ def _keys(node: ast.expr | None, values: dict[str, ast.expr]) -> list[str] | Non
 def _model_class(family: Family, preset: str) -> type:
     """Return the class that a preset names in ``architectures``, else the language model."""
     named = family.presets[preset].get("architectures", ())
-    classes = (
-        family.model_class,
-        family.sequence_classification_class,
-        family.token_classification_class,
-        family.pair_classification_class,
-        family.image_classification_class,
-        family.forecasting_class,
-    )
-    for model_class in classes:
-        if model_class is not None and model_class.__name__ in named:
+    for model_class in family.classes[1:]:
+        if model_class.__name__ in named:
             return model_class
     return family.causal_lm_class
 

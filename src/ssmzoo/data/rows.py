@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ssmzoo.data.tokens import TokensOnDisk
+from ssmzoo.tasks.common import IGNORED, counted
 
 Part = TypeVar("Part", covariant=True)
 
-IGNORED = -100
 TASK_BLOCK = 1024  # rows of a task that are drawn together
 
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     @property
     def targets(self) -> int:
         """How many tokens are predicted."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
+        return int(counted(self.labels[:, 1:]).sum())
 
     def unlabelled(self) -> Rows:
         """Return these rows with nothing to predict."""

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ssmzoo.data.readers import OpenShard, Shard
-from ssmzoo.data.rows import IGNORED, NumberedRows, Rows
+from ssmzoo.data.rows import NumberedRows, Rows
 from ssmzoo.data.workers import Workers, encoded
+from ssmzoo.tasks.common import IGNORED
 
 LANES = 64  # at most: each keeps a file open
 SHARDS_PER_LANE = 4  # in an epoch at least: lanes of few shards differ in length

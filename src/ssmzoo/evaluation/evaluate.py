@@ -104,10 +104,7 @@ def evaluate(
         RuntimeError: lm-eval is not installed, a task's data cannot be had, or the results cannot
             be written.
     """
-    call = _Call(
-        str(model), tasks, suite, text, output_dir, name, batch_size, limit, seed, device, dtype,
-        trust_remote_code, stock, adapter,
-    )  # fmt: skip
+    call = _Call(**{**locals(), "model": str(model)})  # so far there are the arguments alone
     names, chosen = _plan(tasks, suite, text)
     call.check()
     folder, target, metadata = model_folder(call.model), call.results_file(), call.metadata()
@@ -151,9 +148,9 @@ def evaluate(
     return target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Call:
-    """The arguments of :func:`evaluate`."""
+    """The arguments of :func:`evaluate`; the results keep the command line that they make."""
 
     model: str
     tasks: Sequence[str]

@@ -85,7 +85,10 @@ TokenRequest: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
 
 
 class Backend(Protocol):
-    """How log-likelihoods are computed: where another way, such as shared prefixes, is put in."""
+    """How log-likelihoods of continuations are computed; a :class:`Scorer` is given one by class.
+
+    Whole texts and generated answers do not go through it. It is no backend of kernels.
+    """
 
     def batches(self, requests: Sequence[TokenRequest]) -> list[list[int]]:
         """Return the indices of requests in batches; processes share whole ones."""
@@ -138,7 +141,7 @@ class Scorer(HFLM):
         model: A causal language model.
         tokenizer: Its tokenizer.
         batch_size: Rows of a forward pass; 1 where padding would change a row.
-        backend: Computes the log-likelihoods of continuations.
+        backend: Makes what computes the log-likelihoods of continuations.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Scorer(HFLM):
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
-            backend="causal",
+            backend="causal",  # lm-eval's word for the kind of model
             batch_size=batch_size if getattr(model.config, "decodable", True) else 1,
             softmax_dtype="float32",
         )

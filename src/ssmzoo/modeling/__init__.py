@@ -20,6 +20,7 @@ from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
+from ssmzoo.modeling.head import SSMHead
 from ssmzoo.modeling.hippo import hippo_legs
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import (
@@ -82,6 +83,7 @@ __all__ = [
     "SSMForSequenceClassification",
     "SSMForTokenClassification",
     "SSMForecastingConfig",
+    "SSMHead",
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",

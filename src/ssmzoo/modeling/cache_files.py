@@ -1,6 +1,6 @@
 """The file of a cache's states: one safetensors file, complete or not there at all.
 
-Version 0.1.0 wrote this form; see RELEASING.md for what may change in it.
+Version 0.1.0 wrote this form; docs/releasing.md says what may change in it.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ class SSMConfig(PreTrainedConfig):
         "layer_norm_epsilon": "rms_norm_eps",
     }
 
+    # A file without a new field has its default; files saved from now on name it. One that changes
+    # no state is `stateless`: a cache then fits models that differ in it.
     vocab_size: int = stateless(50304)
     hidden_size: int = 768
     num_hidden_layers: int = 24

@@ -13,7 +13,7 @@ from ssmzoo.modeling.configuration import SSMConfig, stateless
 from ssmzoo.modeling.head import SSMHead, names_inputs
 from ssmzoo.modeling.inputs import refuse_cache
 from ssmzoo.modeling.layers import Dropout, Linear
-from ssmzoo.modeling.losses import squared_error, uncounted
+from ssmzoo.modeling.losses import ignored, squared_error
 from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.packing import Sequences
 
@@ -176,9 +176,9 @@ class SSMForForecasting(SSMHead):
             last, first = read[:, (ends - 1).clamp(min=0)], first.transpose(0, 1)
         left_out = seen < warm_up
         left_out = (left_out if real is None else left_out | ~real[1:])[None, :, None]
-        followed = uncounted(first.to(values), (lengths < warm_up)[None, :, None])
+        followed = ignored(first.to(values), (lengths < warm_up)[None, :, None])
         error = squared_error(
             torch.cat([read[:, :-1], last], dim=1),
-            torch.cat([uncounted(values[:, 1:], left_out), followed], dim=1),
+            torch.cat([ignored(values[:, 1:], left_out), followed], dim=1),
         )
-        return error + squared_error(expected[:, :-1], uncounted(hidden[:, 1:], left_out))
+        return error + squared_error(expected[:, :-1], ignored(hidden[:, 1:], left_out))

@@ -1,7 +1,8 @@
 """Which labels count, and the losses of the heads.
 
 A label that does not count is -100, where labels are values nan: what is padding or has nothing
-that predicts it gets that label, and the losses look at nothing else.
+that predicts it gets that label, and the losses look at nothing else. For what trains, counts and
+measures there is :func:`ssmzoo.tasks.common.counted`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.packing import Sequences
 
-UNCOUNTED = -100
+IGNORED = -100  # the label that transformers' losses leave out
 
 
-def uncounted(labels: Tensor, where: Tensor) -> Tensor:
+def ignored(labels: Tensor, where: Tensor) -> Tensor:
     """Return labels that do not count where ``where`` is true, which broadcasts to their shape."""
-    return labels.masked_fill(where, math.nan if labels.is_floating_point() else UNCOUNTED)
+    return labels.masked_fill(where, math.nan if labels.is_floating_point() else IGNORED)
 
 
 def without_padding(labels: Tensor, packing: Sequences | None) -> Tensor:
@@ -28,7 +29,7 @@ def without_padding(labels: Tensor, packing: Sequences | None) -> Tensor:
     real = None if packing is None else packing.mask(labels.shape[0])
     if real is None:
         return labels
-    return uncounted(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
+    return ignored(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
 
 
 def without_first_tokens(labels: Tensor, packing: Sequences) -> Tensor:
@@ -37,7 +38,7 @@ def without_first_tokens(labels: Tensor, packing: Sequences) -> Tensor:
     starts = packing.offsets[chosen]
     # one place more, because an empty last sequence starts behind the row's end
     longer = nn.functional.pad(labels.flatten(), (0, 1))
-    return longer.index_fill(0, starts, UNCOUNTED)[:-1].view_as(labels)
+    return longer.index_fill(0, starts, IGNORED)[:-1].view_as(labels)
 
 
 def squared_error(found: Tensor, wanted: Tensor) -> Tensor:
@@ -55,8 +56,10 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         ValueError: A label that is no class.
         TypeError: Labels of another type than int64.
     """
-    with named_indices("labels", labels, logits.shape[-1], ignored=UNCOUNTED):
-        return nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    with named_indices("labels", labels, logits.shape[-1], ignored=IGNORED):
+        return nn.functional.cross_entropy(
+            logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED
+        )
 
 
 def loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
         ValueError: A label that is no class.
         TypeError: Labels of another type.
     """
-    with named_indices("labels", labels, logits.shape[-1], ignored=UNCOUNTED):
+    with named_indices("labels", labels, logits.shape[-1], ignored=IGNORED):
         return model.loss_function(
             logits=logits, labels=labels, pooled_logits=logits, config=model.config
         )
@@ -102,15 +105,13 @@ def next_token_loss(
                 logits, labels = (packing.flat(x).view_as(x) for x in (logits, labels))
             labels = without_first_tokens(labels, packing)
             if items is not None:  # Trainer counted first tokens, too
-                counted, left = (
-                    (x[:, 1:] != UNCOUNTED).sum().clamp(min=1) for x in (given, labels)
-                )
+                counted, left = ((x[:, 1:] != IGNORED).sum().clamp(min=1) for x in (given, labels))
                 items = items * left / counted
         read = "labels", labels[:, 1:]
     else:
         read = "shift_labels", shift_labels
     more = {} if items is None else {"num_items_in_batch": items}
-    with named_indices(*read, logits.shape[-1], ignored=UNCOUNTED):
+    with named_indices(*read, logits.shape[-1], ignored=IGNORED):
         return model.loss_function(
             logits=logits,
             labels=labels,

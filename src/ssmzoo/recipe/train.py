@@ -9,6 +9,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ssmzoo.recipe.sections import HIGHER_IS_BETTER, Beta, Count, Section, exactly_one, whole_number
 
+# The fields that each schedule has and others refuse, by their defaults; a recipe must give what is
+# None. All have a warm-up; two of them another default of it.
+_OF_SCHEDULES: dict[str, dict[str, float | None]] = {
+    "cosine": {"min_lr_ratio": 0.1},
+    "constant": {},
+    "plateau": {"patience": None, "factor": 0.2, "warmup": 0.0},
+    "drop": {"below": None, "factor": 0.5, "warmup": 0.0},
+}
+
 
 class GroupSection(Section):
     """What differs for one of the model's parameter groups.
@@ -65,6 +74,8 @@ class StopSection(Section):
 
 class TrainSection(Section):
     """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
+
+    A resume may change the fields that ``_MAY_CHANGE`` in ``training/folder.py`` names, no others.
 
     Attributes:
         steps: Optimizer steps.
@@ -132,23 +143,17 @@ class TrainSection(Section):
     def _defaults_of_the_schedule(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        own = {
-            "cosine": {"min_lr_ratio": 0.1},
-            "plateau": {"factor": 0.2, "warmup": 0.0},
-            "drop": {"factor": 0.5, "warmup": 0.0},
-        }
         schedule = fields.get("schedule", "cosine")
-        return {**(own.get(schedule, {}) if isinstance(schedule, str) else {}), **fields}
+        own = _OF_SCHEDULES.get(schedule, {}) if isinstance(schedule, str) else {}
+        return {**{name: value for name, value in own.items() if value is not None}, **fields}
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainSection:
         exactly_one(self, "train", ("steps", "tokens", "epochs"))
-        for name, schedules in (
-            ("min_lr_ratio", ("cosine",)),
-            ("patience", ("plateau",)),
-            ("factor", ("plateau", "drop")),
-            ("below", ("drop",)),
-        ):
+        for name in dict.fromkeys(name for own in _OF_SCHEDULES.values() for name in own):
+            if name == "warmup":
+                continue
+            schedules = [schedule for schedule, own in _OF_SCHEDULES.items() if name in own]
             given = getattr(self, name) is not None
             if given and self.schedule not in schedules:
                 raise ValueError(

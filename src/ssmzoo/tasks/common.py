@@ -11,8 +11,13 @@ import numpy as np
 if TYPE_CHECKING:
     from datasets import Dataset
 
-IGNORED = -100
+IGNORED = -100  # of classes; the heads' own is in modeling/losses.py, which travels without this
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def counted(labels: np.ndarray) -> np.ndarray:
+    """Return which labels count: classes but for ``IGNORED``, values but for nan."""
+    return ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORED
 
 
 def at_least(name: str, value: int, least: int) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.data.rows import IGNORED, Rows
+from ssmzoo.data.rows import Rows
 from ssmzoo.recipe import HIGHER_IS_BETTER
+from ssmzoo.tasks.common import IGNORED, counted
 
 if TYPE_CHECKING:
     import torch
@@ -217,7 +218,7 @@ class Labelled(Objective):
 
     def targets(self, part: Examples) -> int:
         """Return how many labels count; none of a stand-in's does."""
-        return int(_counted(self._labels(part)).sum()) if part.counts else 0
+        return int(counted(self._labels(part)).sum()) if part.counts else 0
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: of the losses, of the metric, and the number of targets."""
@@ -360,8 +361,10 @@ class LabelledLM(Labelled):
         logits: torch.Tensor = output.logits
         sums = self.zeros(logits.device)
         if part.counts:
-            targets = torch.from_numpy(self._shifted(part)[0]).to(logits.device)
-            right, asked = logits.argmax(-1) == targets, targets != IGNORED
+            labels, _ = self._shifted(part)
+            targets = torch.from_numpy(labels).to(logits.device)
+            asked = torch.from_numpy(counted(labels)).to(logits.device)
+            right = logits.argmax(-1) == targets
             sums[0] = loss_sum(logits, targets)
             sums[1], sums[2] = right.sum(), asked.sum()
             asking = asked.any(dim=1)  # a row that asks nothing is no example
@@ -392,7 +395,7 @@ class LabelledLM(Labelled):
         Where nothing is asked, the first one stands for them.
         """
         labels = self._labels(part)[:, 1:]
-        columns = np.flatnonzero((labels != IGNORED).any(axis=0))
+        columns = np.flatnonzero(counted(labels).any(axis=0))
         columns = columns if columns.size else np.zeros(1, np.int64)
         return labels[:, columns if self._chooses else slice(columns[-1] + 1)], columns
 
@@ -416,10 +419,6 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         ignore_index=IGNORED,
         reduction="sum",
     )
-
-
-def _counted(labels: np.ndarray) -> np.ndarray:
-    return ~np.isnan(labels) if labels.dtype.kind == "f" else labels != IGNORED
 
 
 def _mask(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -41,7 +41,6 @@ class Progress:
         stopped: Whether the last validation was as good as ``train.stop_at`` asks.
         validation_due: Whether a validation is due after the last step and not done.
         validated: The step of the last validation.
-        rate: The learning rate of the last step.
         meter: Losses and time since the last line.
     """
 
@@ -51,7 +50,6 @@ class Progress:
     stopped: bool = False
     validation_due: bool = False
     validated: int = 0
-    rate: float | None = None
     meter: Meter = field(default_factory=Meter)
 
     def best_step(self, recipe: Recipe) -> int | None:
@@ -73,14 +71,12 @@ class Progress:
             "stopped": stop.model_dump() if stop is not None and self.stopped else None,
             "validation_due": self.validation_due,
             "validated": self.validated,
-            "rate": self.rate,
         }
 
     def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
         """Continue from what :meth:`state` returned; ``root`` holds the run's checkpoints."""
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         self.validation_due, self.validated = state["validation_due"], state["validated"]
-        self.rate = state["rate"]
         self.meter.restore(state)
         best, stop = self.best_step(recipe), recipe.train.stop_at
         # it is gone where newer checkpoints were removed by hand

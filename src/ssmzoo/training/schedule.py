@@ -157,9 +157,10 @@ class Schedule:
         warmup = self._plan.warmup
         if self._step < warmup:
             return (self._step + 1) / warmup
-        least = self._options.min_lr_ratio
-        if least is None:
+        if self._options.schedule != "cosine":
             return 1.0
+        least = self._options.min_lr_ratio
+        assert least is not None
         progress = (self._step - warmup + 1) / max(1, self._plan.total - warmup)
         return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.data.rows import IGNORED, Rows
+from ssmzoo.data.rows import Rows
+from ssmzoo.tasks.common import IGNORED, counted
 from ssmzoo.training.objectives import CausalLM, loss_sum
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class SequenceParallelLM(CausalLM):
     def targets(self, part: Rows) -> int:
         """Return how many tokens are predicted in this process's piece, where it may be none."""
         begin, width = self._columns(part)
-        return int((part.labels[:, begin + 1 : begin + width + 1] != IGNORED).sum())
+        return int(counted(part.labels[:, begin + 1 : begin + width + 1]).sum())
 
     def pieces(self, part: Rows) -> list[dict[str, torch.Tensor]]:
         """Return this process's columns of some rows."""
@@ -159,7 +160,7 @@ class SequenceParallelLM(CausalLM):
         targets = piece["targets"].to(logits.device)
         sums = self.zeros(logits.device)
         sums[0], sums[1] = loss_sum(logits, targets), (logits.argmax(-1) == targets).sum()
-        sums[2] = (targets != IGNORED).sum()
+        sums[2] = self.targets(part)
         return sums
 
     def _columns(self, part: Rows) -> tuple[int, int]:
