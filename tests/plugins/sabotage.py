@@ -299,6 +299,11 @@ def tiled(cache, repeats):
     cache.batch_select_indices(torch.arange(cache.batch_size).repeat(repeats))
 
 
+def selected_in_place(cache, indices):
+    cache.batch_select_indices(indices)
+    return cache
+
+
 @classmethod
 def loaded_coarsely(cls, *args):
     cache = cls.read(*args)[0]
@@ -784,6 +789,9 @@ NARROW = {
     "cache_rows": narrow(
         "batch_repeat_interleave",
         patch=(StateCache, "batch_repeat_interleave", tiled),
+    ),
+    "shared_prefix": narrow(
+        "IndexError", patch=(StateCache, "selected", selected_in_place)
     ),
     "cache_file": narrow("logits", patch=(StateCache, "load", loaded_coarsely)),
     "prompt_state": narrow("has seen", patch=(PromptState, "inputs", with_the_state_itself)),
