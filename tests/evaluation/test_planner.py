@@ -1,6 +1,7 @@
 """Plans of reads: every request is read and scored, in order, within the limits, and cheaply."""
 
 import random
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
@@ -159,7 +160,7 @@ def test_little_memory_costs_tokens_and_nothing_else():
 def test_processes_get_every_request_once(requests, parts):
     divided = shares(requests, parts)
     assert len(divided) == parts
-    assert sorted(sum(divided, [])) == [*range(len(requests))]
+    assert sorted(chain(*divided)) == [*range(len(requests))]
 
 
 def test_processes_get_whole_contexts_and_about_equal_work():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 
 class Answers:
@@ -21,7 +21,6 @@ class Answers:
     def __init__(self, path: Path | None = None, facts: object = None, suffix: str = "") -> None:
         self._facts = json.dumps(facts, sort_keys=True, default=str)
         self._path, self._suffix = path, suffix
-        self._file: TextIO | None = None
         self._known: dict[str, Any] = {}
         for file in self._files():
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -39,19 +38,14 @@ class Answers:
         """Keep an answer."""
         if self._path is None:
             return
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            name = self._path.with_name(self._path.name + self._suffix)
-            self._file = name.open("a", encoding="utf-8")
-            self._file.write("\n")  # a killed process may have left half a line
-        self._file.write(json.dumps([key, answer]) + "\n")
-        self._file.flush()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_name(self._path.name + self._suffix).open(
+            "a", encoding="utf-8"
+        ) as file:
+            file.write(f"\n{json.dumps([key, answer])}\n")  # there may be half a line
 
     def remove(self) -> None:
         """Remove the files: all is answered."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
         for file in self._files():
             file.unlink(missing_ok=True)
 
@@ -65,6 +59,6 @@ class Answers:
     def _take(self, line: str) -> None:
         try:
             key, answer = json.loads(line)
-        except ValueError:  # half a line
+        except ValueError:  # an empty one, or half of one
             return
         self._known[key] = tuple(answer) if isinstance(answer, list) else answer

@@ -184,12 +184,12 @@ def check_shared_prefix(subject: Subject) -> Measured:
         for turn in ("first", "second"):
             shared = state.selected(rows)
             logits = model(ids, attention_mask=mask, cache=shared).logits
-            again = model(ids[:, -1:], cache=shared).logits[:, -1]
+            again = model(ids[:, -3:], cache=shared).logits[:, -1]
             got = [logits[row, -n:] for row, n in enumerate(lengths)]
             measured.compare(f"{turn} use", torch.cat(got), torch.cat(expected), EXACT)
-            longer = [torch.cat([each, each[:, -1:]], 1) for each in whole]
+            longer = [torch.cat([*pair], 1) for pair in zip(whole, ids[:, None, -3:], strict=True)]
             after = torch.cat([model(each).logits[:, -1] for each in longer])
-            measured.compare(f"a step after the {turn} use", again, after, EXACT)
+            measured.compare(f"tokens after the {turn} use", again, after, EXACT)
     return measured
 
 

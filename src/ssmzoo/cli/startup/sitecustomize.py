@@ -1,10 +1,9 @@
 """What Python runs first in a program that ``ssmzoo exec`` starts, and in the processes it starts.
 
-It has the families registered as soon as transformers is imported, and lm-eval's model ``ssmzoo`` as
-soon as lm-eval's models are, and imports nothing itself: a process without these stays as quick as
-it is, and what a program sets before its imports (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``) still
-counts. Where a machine has a ``sitecustomize`` of its
-own, that one runs, too.
+It has the families registered as soon as transformers is imported, and lm-eval's model ``ssmzoo``
+as soon as lm-eval's models are, and imports nothing itself: a process without these stays as quick
+as it is, and what a program sets before its imports (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``) still
+counts. Where a machine has a ``sitecustomize`` of its own, that one runs, too.
 """
 
 import importlib.machinery
