@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig
 import ssmzoo.auto
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation import SharedPrefixLM
-from ssmzoo.evaluation.scorer import tamed
+from ssmzoo.evaluation.lm_eval_log import tamed
 
 ROOT = Path(__file__).parents[2]
 GREEDY = {"until": ["\n\n"], "max_gen_toks": 32}

@@ -306,7 +306,8 @@ def ragged_requests():
 
 
 def loglikelihoods(config, batch_size):
-    from ssmzoo.evaluation.scorer import SharedPrefixLM, tamed
+    from ssmzoo.evaluation import SharedPrefixLM
+    from ssmzoo.evaluation.lm_eval_log import tamed
 
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config).eval()
@@ -326,7 +327,8 @@ def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
 
 
 def test_whole_texts_are_read_from_a_state_and_score_as_in_one_piece():
-    from ssmzoo.evaluation.scorer import SharedPrefixLM, tamed
+    from ssmzoo.evaluation import SharedPrefixLM
+    from ssmzoo.evaluation.lm_eval_log import tamed
 
     torch.manual_seed(0)
     _, rolling = ragged_requests()

@@ -92,6 +92,7 @@ def test_low_precision_loses_no_more_than_all_logits_do():
     assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.filterwarnings("default::FutureWarning")  # PEFT's own
 def test_a_wrapped_head_is_called_as_it_is():
     network = get_peft_model(model(tied=False), LoraConfig(target_modules=["lm_head"], r=2)).train()
     for name, parameter in network.named_parameters():

@@ -119,9 +119,10 @@ def evaluate(
     earlier = read_results(target) if target.exists() else None
     _require_lm_eval()
 
-    from ssmzoo.evaluation import scorer
+    from ssmzoo.evaluation.lm_eval_log import tamed
+    from ssmzoo.evaluation.scorer import SharedPrefixLM
 
-    with scorer.tamed(), _processes() as writes:
+    with tamed(), _processes() as writes:
         tokenizer = load_tokenizer(call.model, folder, trust_remote_code)
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
             raise ValueError(
@@ -141,7 +142,7 @@ def evaluate(
         if earlier is not None:
             require_same_model(earlier, described)
         answers = call.answers(target, described)
-        lm = scorer.SharedPrefixLM(
+        lm = SharedPrefixLM(
             network,
             tokenizer,
             batch_size=batch_size,

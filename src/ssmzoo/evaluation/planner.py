@@ -71,7 +71,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReadBatch:
     """Reads of one call.
 
     Attributes:
@@ -104,10 +104,10 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadPlan:
     """Batches in order, and how many tokens they read."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[ReadBatch, ...]
 
     @property
     def read(self) -> int:
@@ -148,7 +148,7 @@ class _Group:
     held: float
 
 
-def plan(requests: Sequence[Request], limits: Limits) -> Plan:
+def plan(requests: Sequence[Request], limits: Limits) -> ReadPlan:
     """Return how to read requests; see the module.
 
     Args:
@@ -157,7 +157,7 @@ def plan(requests: Sequence[Request], limits: Limits) -> Plan:
     """
     root = _tree(requests)
     _prune(root)
-    return Plan(tuple(_batches(root, requests, limits)))
+    return ReadPlan(tuple(_batches(root, requests, limits)))
 
 
 def tokens_alone(requests: Sequence[Request]) -> int:
@@ -248,13 +248,13 @@ def _apart(node: _Node) -> list[_Node]:
     return own + node.children
 
 
-def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterator[Batch]:
+def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterator[ReadBatch]:
     """Yield the batches, depth first: those that go on from a batch before the next of its kind."""
     waiting = _groups([_Row(0, 0, node) for node in _apart(root)], 0, 0.0, limits)
     while waiting:
         group = waiting.pop()
         reads = [_read(row, requests) for row in group.rows]
-        yield Batch(group.depth, group.keeps, tuple(reads))
+        yield ReadBatch(group.depth, group.keeps, tuple(reads))
         if group.keeps:
             rows = [
                 _Row(place, row.node.end, child)

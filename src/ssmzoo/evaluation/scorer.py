@@ -1,4 +1,4 @@
-"""lm-eval's model that reads once what requests share; lm-eval's messages go to our log.
+"""lm-eval's model that reads once what requests share.
 
 Importing this module imports lm-eval, torch and transformers; ``evaluate`` does it late.
 """
@@ -8,19 +8,14 @@ Importing this module imports lm-eval, torch and transformers; ``evaluate`` does
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
 import json
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lm_eval
 import lm_eval.api.task
@@ -30,12 +25,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from ssmzoo.evaluation.answers import Answers
-from ssmzoo.evaluation.planner import Request, Tokens, tokens_alone
+from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
+from ssmzoo.evaluation.planner import Request, Tokens
 from ssmzoo.evaluation.reading import Finish, Reading
 from ssmzoo.evaluation.shared_states import Held, SharedStates
 from ssmzoo.modeling import load_state_adapter
@@ -45,14 +39,6 @@ from ssmzoo.modeling.stock import choose_kernels
 
 T, A = TypeVar("T"), TypeVar("A")
 LOG = logging.getLogger("ssmzoo")
-# lm-eval's warnings in every run like ours, where nothing is wrong
-_EXPECTED = (
-    "`pretrained` model kwarg is not of type `str`",
-    "Passed an already-initialized model through `pretrained`",
-    "Custom kwargs can be passed to `--metadata`",
-    "is defined, but aggregation is not",
-    "is defined, but higher_is_better is not",
-)
 
 
 def process_count() -> int:
@@ -83,73 +69,6 @@ def together(parts: list[list[int]], answer: Callable[[list[int]], dict[int, A]]
         if isinstance(error, Exception):
             raise error
     return {index: value for part in everyone for index, value in part.items()}
-
-
-class Backend(Protocol):
-    """How log-likelihoods are computed."""
-
-    def divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
-        """Return the indices of each process's requests."""
-        ...
-
-    def loglikelihoods(
-        self, requests: Sequence[Request], finish: Finish[tuple[float, bool]], reading: Reading
-    ) -> None:
-        """Hand over each request's log-likelihood, and whether greedy decoding gives its tokens."""
-        ...
-
-
-class PaddedRows:
-    """lm-eval's way: sorted by length, a row for each context with its continuation.
-
-    Args:
-        lm: Reads the rows.
-        rows: Rows of a call.
-        tokens: Tokens of a call, padding included; None: any number.
-    """
-
-    def __init__(self, lm: HFLM, *, rows: int, tokens: int | None) -> None:
-        self._answer = functools.partial(HFLM._loglikelihood_tokens, lm)
-        self._rows, self._tokens = rows, tokens
-
-    def divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
-        """Return the indices of each process's requests; a batch stays whole."""
-        batches = self._batches(requests)
-        return [[i for batch in batches[part::parts] for i in batch] for part in range(parts)]
-
-    def loglikelihoods(
-        self, requests: Sequence[Request], finish: Finish[tuple[float, bool]], reading: Reading
-    ) -> None:
-        """Score as ``HFLM`` does."""
-        batches = self._batches(requests)
-        rows = [{requests[i].tokens[:-1] for i in batch} for batch in batches]
-        reading.start(tokens_alone(requests), sum(len(row) for batch in rows for row in batch))
-        for batch, read in zip(batches, rows, strict=True):
-            asked = [requests[i] for i in batch]
-            pairs = [
-                (None, list(each.tokens[: -each.scored]), list(each.tokens[-each.scored :]))
-                for each in asked
-            ]
-            answers = self._answer(pairs, disable_tqdm=True, override_bs=len(pairs))
-            reading.add(sum(map(len, read)))
-            for index, answer in zip(batch, answers, strict=True):
-                finish(index, answer)
-
-    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return requests in batches; those whose rows are the same count once."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.tokens[:-1], []).append(index)
-        batches: list[list[int]] = []
-        count = width = 0
-        for row in sorted(groups, key=lambda row: (-len(row), row)):
-            count += 1
-            full = self._tokens is not None and count * width > self._tokens
-            if not batches or count > self._rows or full:
-                batches.append([])
-                count, width = 1, len(row)
-            batches[-1] += groups[row]
-        return batches
 
 
 # rows of a call where the batch size is "auto", and tokens; a call that finds no memory halves both
@@ -494,24 +413,6 @@ def batch_limits(batch_size: int | str) -> tuple[int, int | None]:
     return int(batch_size), None
 
 
-def keeps_state(model: Any) -> bool:
-    """Return whether a model goes on from a state that we can copy.
-
-    A model on stock layers, of attention alone, or with PEFT's virtual tokens does not.
-    """
-    backbone = getattr(model, "recurrent_backbone", None)
-    if backbone is None or not getattr(model.config, "decodable", True):
-        return False
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return False
-    try:
-        backbone.cache_class(backbone.config)
-    except ValueError as error:
-        LOG.warning("requests are read one by one: %s", error)
-        return False
-    return True
-
-
 def _request(context: list[int], continuation: list[int], window: int) -> Request:
     """Return a request cut from the left to a window, as ``HFLM`` cuts it."""
     if not 1 <= len(continuation) <= window:
@@ -524,48 +425,3 @@ def _request(context: list[int], continuation: list[int], window: int) -> Reques
 
 def _in_turn(requests: Sequence[object], parts: int) -> list[list[int]]:
     return [list(range(part, len(requests), parts)) for part in range(parts)]
-
-
-class _ToOurLog(logging.Handler):
-    """Pass on lm-eval's warnings and errors, each kind once."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._seen: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        kind = re.sub(r"\d+", "#", message)
-        if kind not in self._seen and not any(known in message for known in _EXPECTED):
-            self._seen.add(kind)
-            LOG.log(record.levelno, "lm-eval: %s", message)
-
-
-@contextlib.contextmanager
-def tamed() -> Iterator[None]:
-    """Run lm-eval with its log in ours, nothing on stdout, bars only on a terminal.
-
-    Bootstrapped standard errors stay in this process: forking one that holds a model is not safe.
-    """
-    logger, handler = logging.getLogger("lm_eval"), _ToOurLog()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    bar, forking = lm_eval.api.task.tqdm, os.environ.get("DISABLE_MULTIPROC")
-    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=None)
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    bars_on = transformers_logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if bars_on:
-            transformers_logging.enable_progress_bar()
-        if forking is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = forking
-        lm_eval.api.task.tqdm = bar
-        logger.removeHandler(handler)
-        logger.propagate = propagate

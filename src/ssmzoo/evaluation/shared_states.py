@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from ssmzoo.evaluation.planner import Batch, Limits, Request, plan, shares, tokens_alone
+from ssmzoo.evaluation.planner import Limits, ReadBatch, Request, plan, shares, tokens_alone
 from ssmzoo.modeling.cache import RecurrentCache, backbone_of
 from ssmzoo.modeling.compat import CACHE
 
@@ -116,7 +116,7 @@ class SharedStates:
     @torch.no_grad()
     def read(
         self, requests: Sequence[Request], reading: Reading
-    ) -> Iterator[tuple[Batch, Held, list[Found]]]:
+    ) -> Iterator[tuple[ReadBatch, Held, list[Found]]]:
         """Read requests batch by batch, and yield each batch, its rows, and what it tells."""
         memory = _half_of_free(self._model.device) if self._memory is None else self._memory
         planned = plan(requests, Limits(self._rows, self._tokens, memory, self._bytes))
@@ -132,7 +132,7 @@ class SharedStates:
             yield batch, held, [] if logits is None else _found(batch, requests, logits)
 
     def _call(
-        self, batch: Batch, requests: Sequence[Request], before: Held | None
+        self, batch: ReadBatch, requests: Sequence[Request], before: Held | None
     ) -> tuple[Held, Tensor | None]:
         """Read a batch; return its rows, and the logits of its last tokens if any are asked."""
         width = max(read.end - read.begin for read in batch.reads)
@@ -156,7 +156,7 @@ class SharedStates:
         return Held(cache, seen, whole), logits
 
     @staticmethod
-    def _goes_on(batch: Batch, requests: Sequence[Request]) -> bool:
+    def _goes_on(batch: ReadBatch, requests: Sequence[Request]) -> bool:
         """Return whether text is generated behind a batch."""
         return any(not requests[index].scored for read in batch.reads for index in read.last)
 
@@ -177,13 +177,13 @@ class SharedStates:
             return self._model(ids, logits_to_keep=asked, **given).logits
 
 
-def _asked(batch: Batch, width: int) -> int:
+def _asked(batch: ReadBatch, width: int) -> int:
     """Return of how many last columns logits are asked."""
     places = [read.end - answer.begin for read in batch.reads for answer in read.answers]
     return max(places, default=0)
 
 
-def _found(batch: Batch, requests: Sequence[Request], logits: Tensor) -> list[Found]:
+def _found(batch: ReadBatch, requests: Sequence[Request], logits: Tensor) -> list[Found]:
     """Return what the logits ``[B, K, V]`` of a batch's last tokens tell."""
     places: dict[tuple[int, int], int] = {}  # the number of each row and column that is asked
     asked: list[tuple[int, int, int]] = []  # a request, and its first and last place of `wanted`
