@@ -37,7 +37,8 @@ from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.stock import choose_kernels
 
-T, A = TypeVar("T"), TypeVar("A")
+T = TypeVar("T")
+A = TypeVar("A")
 LOG = logging.getLogger("ssmzoo")
 
 
@@ -201,7 +202,7 @@ class SharedPrefixLM(HFLM):
             self.add_bos_token = adds_bos
         if self.whole:
             whole = [(self.prefix_token_id, *text) for text in texts]
-            return self._answer("text", whole, _in_turn, self._score_texts)
+            return self._answer("whole text", whole, _in_turn, self._score_texts)
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -278,7 +279,7 @@ class SharedPrefixLM(HFLM):
 
     def _prompt(self, context: str, options: dict[str, Any]) -> Prompt:
         """Return a prompt with its tokens, as ``HFLM`` cuts them."""
-        new = int(normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"])
+        new = int(normalize_gen_kwargs(options, self.max_gen_toks).get("max_gen_toks", 0))
         if (room := self.max_length - new) < 1:
             raise ValueError(
                 f"max_gen_toks must be less than the model's window of {self.max_length} tokens, "
@@ -350,7 +351,7 @@ class SharedPrefixLM(HFLM):
         kind: str,
         asked: Sequence[T],
         divide: Callable[[Sequence[T], int], list[list[int]]],
-        answer: Callable[[Sequence[T], Finish[A]], None],
+        work: Callable[[Sequence[T], Finish[A]], None],
     ) -> list[A]:
         """Answer requests in all processes, but those that a killed call has answered.
 
@@ -358,7 +359,7 @@ class SharedPrefixLM(HFLM):
             kind: What is asked.
             asked: The requests.
             divide: Returns each process's requests.
-            answer: Answers requests, and hands over each answer.
+            work: Answers requests, and hands over each answer.
         """
         keys = [self._answers.key(kind, each) for each in asked]
         known = ((i, self._answers.get(key)) for i, key in enumerate(keys))
@@ -368,13 +369,13 @@ class SharedPrefixLM(HFLM):
         def mine(part: list[int]) -> dict[int, A]:
             answered: dict[int, A] = {}
 
-            def finish(index: int, value: A) -> None:
-                answered[todo[index]] = value
-                self._answers.add(keys[todo[index]], value)
+            def finish(index: int, answer: A) -> None:
+                answered[todo[index]] = answer
+                self._answers.add(keys[todo[index]], answer)
 
             while todo := [open_[i] for i in part if open_[i] not in answered]:
                 try:
-                    answer([asked[i] for i in todo], finish)
+                    work([asked[i] for i in todo], finish)
                 except torch.OutOfMemoryError:
                     if self._call_tokens is None or self._rows == 1:
                         raise

@@ -166,7 +166,7 @@ class _PieceByPiece(torch.autograd.Function):
         exact = torch.promote_types(torch.float32, rows.dtype)
         total = rows.new_zeros((), dtype=exact)
         asked = any(ctx.needs_input_grad)
-        ctx.of_rows = torch.zeros_like(rows) if asked else None
+        ctx.of_rows = torch.zeros_like(rows)
         # the sums over pieces of low precision would lose small terms
         kinds = [torch.promote_types(torch.float32, weight.dtype) for weight in weights]
         ctx.of_weights = [
@@ -192,5 +192,5 @@ class _PieceByPiece(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        of_weights = [(each * slope) for each in ctx.of_weights]
+        of_weights = [each * slope for each in ctx.of_weights]
         return None, None, None, (ctx.of_rows * slope).to(ctx.of_rows.dtype), *of_weights
