@@ -306,13 +306,14 @@ def ragged_requests():
 
 
 def loglikelihoods(config, batch_size):
-    from ssmzoo.evaluation.scorer import Scorer, tamed
+    from ssmzoo.evaluation import SharedPrefixLM
+    from ssmzoo.evaluation.lm_eval_log import tamed
 
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(config).eval()
     requests, rolling = ragged_requests()
     with tamed():
-        lm = Scorer(network, byte_tokenizer(), batch_size=batch_size)
+        lm = SharedPrefixLM(network, byte_tokenizer(), batch_size=batch_size)
         one = [score for score, _ in lm.loglikelihood(requests)]
         return np.array(one + lm.loglikelihood_rolling(rolling))
 
@@ -326,7 +327,8 @@ def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
 
 
 def test_whole_texts_are_read_from_a_state_and_score_as_in_one_piece():
-    from ssmzoo.evaluation.scorer import Scorer, tamed
+    from ssmzoo.evaluation import SharedPrefixLM
+    from ssmzoo.evaluation.lm_eval_log import tamed
 
     torch.manual_seed(0)
     _, rolling = ragged_requests()
@@ -335,40 +337,14 @@ def test_whole_texts_are_read_from_a_state_and_score_as_in_one_piece():
     stock = accelerate(AutoModelForCausalLM.from_config(MAMBA2)).model
     for network in (zoo.eval(), stock.eval()):
         with tamed():
-            lm = Scorer(network, byte_tokenizer(), batch_size=3)
+            lm = SharedPrefixLM(network, byte_tokenizer(), batch_size=3)
             assert lm.reads_any_length()
             once = lm.loglikelihood_rolling(rolling)
             lm._DEFAULT_MAX_LENGTH, lm.whole = 16, True
             assert lm.loglikelihood_rolling(rolling) == pytest.approx(once, rel=1e-5)
     llama = AutoModelForCausalLM.from_config(LLAMA)
     with tamed():
-        assert not Scorer(llama, byte_tokenizer(), batch_size=1).reads_any_length()
-
-
-class Constant:
-    """A backend that gives every continuation one log-likelihood, and notes the batches."""
-
-    def __init__(self, lm):
-        self.answered = []
-
-    def batches(self, requests):
-        return [[index] for index in range(len(requests))]
-
-    def loglikelihoods(self, requests, *, silent):
-        self.answered += [continuation for _, _, continuation in requests]
-        return [(-2.0, False)] * len(requests)
-
-
-def test_another_backend_computes_the_loglikelihoods_of_continuations():
-    from ssmzoo.evaluation.scorer import Scorer, tamed
-
-    requests, _ = ragged_requests()
-    network = AutoModelForCausalLM.from_config(MAMBA2).eval()
-    with tamed():
-        lm = Scorer(network, byte_tokenizer(), batch_size=3, backend=Constant)
-        assert lm.loglikelihood(requests) == [(-2.0, False)] * len(requests)
-    asked = [list(request.args[1].encode()) for request in requests]
-    assert lm._backend.answered == asked
+        assert not SharedPrefixLM(llama, byte_tokenizer(), batch_size=1).reads_any_length()
 
 
 def test_a_model_that_sees_padding_depends_on_the_batch_size():
@@ -464,6 +440,7 @@ def test_the_recorded_command_line_is_one_the_program_takes(models, tmp_path, mo
         "output_dir": "out put",
         "name": "n",
         "batch_size": 2,
+        "state_memory": 64.0,
         "limit": 3,
         "seed": 4,
         "device": "cpu",
@@ -838,20 +815,20 @@ def test_a_prompt_beyond_the_models_limit_is_cut_with_a_warning(tmp_path, caplog
     folder = save(tmp_path / "short", short)
     with caplog.at_level(logging.WARNING, "ssmzoo"):
         evaluate(folder, tasks=["ssmzoo_recall_text"], output_dir=tmp_path, limit=6)
-    warnings = [r.message for r in caplog.records if "maximum length (48)" in r.message]
+    warnings = [r.message for r in caplog.records if "window of 48 tokens" in r.message]
     assert len(warnings) == 1
 
 
 def test_a_model_without_a_limit_reads_the_whole_prompt(models, caplog, monkeypatch, tmp_path):
     from ssmzoo.evaluation import scorer
 
-    monkeypatch.setattr(scorer.Scorer, "_DEFAULT_MAX_LENGTH", 16)
+    monkeypatch.setattr(scorer.SharedPrefixLM, "_DEFAULT_MAX_LENGTH", 16)
     with caplog.at_level(logging.WARNING, "ssmzoo"):
         path = evaluate(
             models("recall"), tasks=["ssmzoo_induction_text"], output_dir=tmp_path, limit=6
         )
     assert value(path, "ssmzoo_induction_text") == 1.0
-    assert "maximum length" not in caplog.text
+    assert "window of" not in caplog.text
 
 
 FAKE_ROWS = {

@@ -299,6 +299,11 @@ def tiled(cache, repeats):
     cache.batch_select_indices(torch.arange(cache.batch_size).repeat(repeats))
 
 
+def selected_in_place(cache, indices):
+    cache.batch_select_indices(indices)
+    return cache
+
+
 @classmethod
 def loaded_coarsely(cls, *args):
     cache = cls.read(*args)[0]
@@ -785,6 +790,7 @@ NARROW = {
         "batch_repeat_interleave",
         patch=(StateCache, "batch_repeat_interleave", tiled),
     ),
+    "shared_prefix": narrow("IndexError", patch=(StateCache, "selected", selected_in_place)),
     "cache_file": narrow("logits", patch=(StateCache, "load", loaded_coarsely)),
     "prompt_state": narrow("has seen", patch=(PromptState, "inputs", with_the_state_itself)),
     "cache_precision": narrow("it accumulates", mixer=KeepsALowState),
@@ -822,7 +828,7 @@ NARROW = {
 
 # those that carry a cache from one call to the next
 CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
-CACHED |= {"chunked_prefill", "cache_rows", "prompt_state", "wrong_cache"}
+CACHED |= {"chunked_prefill", "cache_rows", "shared_prefix", "prompt_state", "wrong_cache"}
 CACHED |= {"state_adapter", "export"}
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification", "bidirectional"}
@@ -852,7 +858,7 @@ MISTAKES = {
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
-        *("state_adapter", "assisted", "compile"),
+        *("shared_prefix", "state_adapter", "assisted", "compile"),
         mixer=ConvolvesAcrossBoundaries,
     ),
     "leaks the future": broad(
@@ -916,7 +922,8 @@ PLANTED = {
     "padding": {
         "detached when padded": planted("padding", "state_adapter", mixer=DetachesWhenPadded),
         "ignored when padded": planted(
-            "padding", "prompt_state", "state_adapter", mixer=IgnoresTheStateWhenPadded
+            *("padding", "shared_prefix", "prompt_state", "state_adapter"),
+            mixer=IgnoresTheStateWhenPadded,
         ),
         "lost in rows without a token": planted("padding", mixer=LosesIdleRows),
         "padding between tokens": planted(

@@ -41,6 +41,7 @@ def _eval(options: argparse.Namespace) -> int:
         output_dir=options.output,
         name=options.name,
         batch_size=options.batch_size,
+        state_memory=options.state_memory,
         limit=options.limit,
         seed=options.seed,
         device=options.device,
@@ -61,6 +62,12 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _batch_size(given: str) -> int | str:
+    if given != "auto" and not given.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number or auto, got {given!r}")
+    return given if given == "auto" else int(given)
+
+
 EVAL = Verb(
     "eval",
     "score a model with lm-eval",
@@ -74,7 +81,15 @@ EVAL = Verb(
             default=Path("eval/results"), help="the folder of results files (default: eval/results)"
         ),
         Option("--name", metavar="NAME", help="the result file's name (default: the model's)"),
-        BATCH_SIZE.but(default=8, help="sequences at a time (default: 8)"),
+        BATCH_SIZE.but(
+            type=_batch_size, default=8, help="sequences at a time, or auto (default: 8)"
+        ),
+        Option(
+            "--state-memory",
+            metavar="MIB",
+            type=float,
+            help="MiB of states that requests share, kept at once (default: half of what is free)",
+        ),
         Option("--limit", metavar="N", type=int, help="documents a task to score (default: all)"),
         SEED.but(default=1234, help="of all that is random (default: 1234)"),
         DEVICE,

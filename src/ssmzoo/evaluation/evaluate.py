@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ssmzoo.checkpoints.load import (
     Dtype,
@@ -29,6 +29,7 @@ from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.environment.hardware import installed_versions, launched_processes, usable_device
 from ssmzoo.environment.messages import missing
 from ssmzoo.environment.portable import portable_command
+from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.loading import load_to_run
 from ssmzoo.evaluation.results import (
     Results,
@@ -65,7 +66,8 @@ def evaluate(
     text: str | Path | None = None,
     output_dir: str | Path = "eval/results",
     name: str | None = None,
-    batch_size: int = 8,
+    batch_size: int | Literal["auto"] = 8,
+    state_memory: float | None = None,
     limit: int | None = None,
     seed: int = 1234,
     device: str | None = None,
@@ -78,7 +80,8 @@ def evaluate(
 
     A second call for the same model merges by (task, metric). Scores do not depend on
     ``batch_size``, nor on which other tasks are named. The processes of ``torchrun`` share the
-    requests; the first one writes.
+    requests; the first one writes. What requests share is read once where the model keeps a state
+    (:class:`ssmzoo.evaluation.SharedPrefixLM`). The same call goes on where one was killed.
 
     Args:
         model: A checkpoint folder or a Hub id.
@@ -87,7 +90,9 @@ def evaluate(
         text: A file or folder whose bits per byte are measured as well.
         output_dir: Folder of results files.
         name: Name of the model in results; by default made from ``model``.
-        batch_size: Prompts a forward pass.
+        batch_size: Prompts a forward pass; "auto": as many as 16,384 tokens make, fewer where
+            memory ends.
+        state_memory: MiB of shared states that are kept at once; None: half of what is free.
         limit: Documents a task, from its beginning; all if None.
         seed: Seeds generated tasks, the order of text windows, few-shot choices and sampling.
         device: A torch device; by default a GPU where there is one.
@@ -111,9 +116,10 @@ def evaluate(
     earlier = read_results(target) if target.exists() else None
     _require_lm_eval()
 
-    from ssmzoo.evaluation import scorer
+    from ssmzoo.evaluation.lm_eval_log import tamed
+    from ssmzoo.evaluation.scorer import SharedPrefixLM
 
-    with scorer.tamed(), _processes() as writes:
+    with tamed(), _processes() as writes:
         tokenizer = load_tokenizer(call.model, folder, trust_remote_code)
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
             raise ValueError(
@@ -132,7 +138,14 @@ def evaluate(
         described = _described(call, target, folder, network, started)
         if earlier is not None:
             require_same_model(earlier, described)
-        lm = scorer.Scorer(network, tokenizer, batch_size=batch_size)
+        answers = call.answers(target, described)
+        lm = SharedPrefixLM(
+            network,
+            tokenizer,
+            batch_size=batch_size,
+            state_memory=state_memory,
+            answers=answers,
+        )
         scores: list[Score] = []
         for spec in specs:
             new = score_task(lm, library.load(spec), limit=limit, seed=seed, symbols=symbols)
@@ -145,6 +158,7 @@ def evaluate(
         if writes and chosen is not None and chosen.average:
             own = [score for score in scores if score.get("suite") == chosen.name]
             _add(target, described, [average_score(chosen, own)])
+        answers.remove()
     return target
 
 
@@ -158,7 +172,8 @@ class _Call:
     text: str | Path | None
     output_dir: str | Path
     name: str | None
-    batch_size: int
+    batch_size: int | str
+    state_memory: float | None
     limit: int | None
     seed: int
     device: str | None
@@ -170,7 +185,7 @@ class _Call:
     def check(self) -> None:
         """Fail if a number or the dtype is out of range."""
         for argument, value in (("batch_size", self.batch_size), ("limit", self.limit)):
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
@@ -220,6 +235,15 @@ class _Call:
             stock=self.stock,
             adapter=self.adapter,
         )
+
+    def answers(self, target: Path, described: Results) -> Answers:
+        """Return the answers that a killed call for the same weights left beside the results."""
+        model, versions = described["model"], described["versions"]
+        if model["revision"] is None:  # the weights are not known
+            return Answers()
+        facts = [model["revision"], model.get("place"), self.dtype, self.stock, versions]
+        path = target.with_name(f".{target.name}.answers")
+        return Answers(path, facts, suffix=os.environ.get("RANK", "0"))
 
     def command(self) -> str:
         """Return the command line that does the same again, with defaults that decide."""

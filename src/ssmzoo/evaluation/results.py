@@ -45,6 +45,18 @@ class Benchmark(TypedDict):
     task_id: str
 
 
+class TokensRead(TypedDict):
+    """How many tokens a task's requests took, and would take if each were read alone.
+
+    ``shared_states`` is False where a model keeps no state: then only equal rows were read once.
+    Of one call: requests that a killed call had answered do not count.
+    """
+
+    shared_states: bool
+    read: int
+    alone: int
+
+
 class Score(TypedDict):
     """One number; ``settings`` define the task's data.
 
@@ -63,6 +75,7 @@ class Score(TypedDict):
     num_fewshot: int
     higher_is_better: bool | None
     settings: dict[str, Any]
+    reading: NotRequired[TokensRead]
     suite: NotRequired[str]
     benchmark: NotRequired[Benchmark]
     versions: NotRequired[dict[str, str]]

@@ -1,4 +1,4 @@
-"""Our wrapper of a model for lm-eval; lm-eval's messages go to our log.
+"""lm-eval's model that reads once what requests share.
 
 Importing this module imports lm-eval, torch and transformers; ``evaluate`` does it late.
 """
@@ -8,39 +8,38 @@ Importing this module imports lm-eval, torch and transformers; ``evaluate`` does
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
+import json
 import logging
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from itertools import chain, islice
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import lm_eval
 import lm_eval.api.task
 import torch
 import torch.distributed as dist
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import resolve_max_length
-from tqdm import tqdm
+from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
+from ssmzoo.evaluation.answers import Answers
+from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
+from ssmzoo.evaluation.planner import Request, Tokens
+from ssmzoo.evaluation.reading import Finish, Reading
+from ssmzoo.evaluation.shared_states import Held, SharedStates
+from ssmzoo.modeling import load_state_adapter
 from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.stock import choose_kernels
 
+T = TypeVar("T")
+A = TypeVar("A")
 LOG = logging.getLogger("ssmzoo")
-# lm-eval's warnings in every run like ours, where nothing is wrong
-_EXPECTED = (
-    "`pretrained` model kwarg is not of type `str`",
-    "Passed an already-initialized model through `pretrained`",
-    "Custom kwargs can be passed to `--metadata`",
-    "is defined, but aggregation is not",
-    "is defined, but higher_is_better is not",
-)
 
 
 def process_count() -> int:
@@ -48,126 +47,118 @@ def process_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def shared_answers(
-    requests: Sequence[Any], batches: list[list[int]], answer: Callable[[list[Any]], list[Any]]
-) -> list[Any]:
+def together(parts: list[list[int]], answer: Callable[[list[int]], dict[int, A]]) -> dict[int, A]:
     """Answer requests in all processes together; all must call this, and get all answers.
 
     Args:
-        requests: All of them, in every process.
-        batches: Their indices; a batch stays whole, and the processes take turns.
-        answer: Answers some of them, in order.
+        parts: Each process's requests, by index.
+        answer: Answers some of them.
 
     Raises:
         Exception: In all processes, where ``answer`` raises in one.
     """
-    world = process_count()
-    if world == 1:
-        return answer(list(requests))
-    mine = sorted(index for batch in batches[dist.get_rank() :: world] for index in batch)
+    if len(parts) == 1:
+        return answer(parts[0])
     outcome: Any
     try:
-        answers = answer([requests[index] for index in mine]) if mine else []
-        outcome = list(zip(mine, answers, strict=True))
+        outcome = answer(parts[dist.get_rank()])
     except Exception as error:
         outcome = error
-    everyone: list[Any] = [None] * world
+    everyone: list[Any] = [None] * len(parts)
     dist.all_gather_object(everyone, outcome)
     for error in everyone:
         if isinstance(error, Exception):
             raise error
-    found = {index: value for part in everyone for index, value in part}
-    return [found[index] for index in range(len(requests))]
+    return {index: value for part in everyone for index, value in part.items()}
 
 
-# a context and a continuation, and the token ids of both
-TokenRequest: TypeAlias = tuple[tuple[str, str], list[int], list[int]]
+# rows of a call where the batch size is "auto", and tokens; a call that finds no memory halves both
+AUTO_ROWS, AUTO_TOKENS = 64, 16_384
 
 
-class Backend(Protocol):
-    """How log-likelihoods of continuations are computed; a :class:`Scorer` is given one by class.
+class SharedPrefixLM(HFLM):
+    """lm-eval's ``HFLM`` that reads once what requests share, for models that keep a state.
 
-    Whole texts and generated answers do not go through it. It is no backend of kernels.
-    """
+    Also different: transformers' recurrent layers run on our kernels; log-softmax is float32
+    whatever the weights are; a tokenizer that opens every text with BOS is not charged for
+    predicting it in rolling scores; progress bars keep to terminals; the processes of a launcher
+    share the requests, and every process gets all answers.
 
-    def batches(self, requests: Sequence[TokenRequest]) -> list[list[int]]:
-        """Return the indices of requests in batches; processes share whole ones."""
-        ...
-
-    def loglikelihoods(
-        self, requests: list[TokenRequest], *, silent: bool
-    ) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood, and whether greedy decoding gives it."""
-        ...
-
-
-class PaddedRows:
-    """lm-eval's way: sorted by length, a row for each context with its continuation."""
-
-    def __init__(self, lm: Scorer) -> None:
-        self._answer = functools.partial(HFLM._loglikelihood_tokens, lm)
-        self._size = int(lm.batch_size)
-
-    def batches(self, requests: Sequence[TokenRequest]) -> list[list[int]]:
-        """Return batches in lm-eval's order, which it keeps when it sorts a share of them."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index in sorted(
-            range(len(requests)),
-            key=lambda i: (-len(tokens := requests[i][1] + requests[i][2]), tuple(tokens)),
-        ):
-            _, context, continuation = requests[index]
-            groups.setdefault((*context, *continuation[:-1]), []).append(index)
-        found = list(groups.values())
-        starts = range(0, len(found), self._size)
-        return [list(chain(*found[i : i + self._size])) for i in starts]
-
-    def loglikelihoods(
-        self, requests: list[TokenRequest], *, silent: bool
-    ) -> list[tuple[float, bool]]:
-        """Score as ``HFLM`` does."""
-        return self._answer(requests, disable_tqdm=silent)
-
-
-class Scorer(HFLM):
-    """lm-eval's ``HFLM`` around a loaded model, with five differences.
-
-    Log-softmax is float32 whatever the weights are; a tokenizer that opens every text with BOS is
-    not charged for predicting it in rolling scores; where a task asks for whole texts, a model
-    that reads any length does, its state carried on; progress bars keep to terminals; requests are
-    shared among the processes that a launcher started. lm-eval itself does not know of the others:
-    every process gets all answers.
+    It is lm-eval's model ``ssmzoo``: ``lm_eval.simple_evaluate(model=SharedPrefixLM(...), ...)``.
 
     Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        batch_size: Rows of a forward pass; 1 where padding would change a row.
-        backend: Makes what computes the log-likelihoods of continuations.
+        pretrained: A causal language model, or its name or folder.
+        tokenizer: Its tokenizer; None: the one saved with it.
+        batch_size: Rows of a forward pass; "auto": as many as 16,384 tokens make, fewer where
+            memory ends. 1 where padding would change a row.
+        state_memory: MiB of states that are kept at once; None: half of what is free.
+        stock: Leave transformers' recurrent models without our kernels.
+        state_adapter: A folder with a state adapter.
+        answers: Keeps finished requests, for a call that goes on where one was killed.
+        **options: As of ``HFLM``.
+
+    Raises:
+        ValueError: An argument is unusable.
+        FileNotFoundError: ``state_adapter`` holds no state adapter.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        pretrained: str | PreTrainedModel,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
         *,
-        batch_size: int,
-        backend: Callable[[Scorer], Backend] = PaddedRows,
+        batch_size: int | str = 1,
+        state_memory: float | None = None,
+        stock: bool = False,
+        state_adapter: str | None = None,
+        answers: Answers | None = None,
+        **options: Any,
     ) -> None:
+        rows, tokens = batch_limits(batch_size)
         super().__init__(
-            pretrained=model,
+            pretrained=pretrained,
             tokenizer=tokenizer,
-            backend="causal",  # lm-eval's word for the kind of model
-            batch_size=batch_size if getattr(model.config, "decodable", True) else 1,
-            softmax_dtype="float32",
+            batch_size=rows,
+            **{"backend": "causal", "softmax_dtype": "float32", **options},
         )
-        self._backend = backend(self)
-        self._silent = not sys.stderr.isatty()
+        if isinstance(pretrained, str):
+            choose_kernels(self.model, stock)
+        if state_adapter is not None:
+            load_state_adapter(state_adapter, self.model)
+        # the processes share requests below lm-eval, which sees one
+        self._rank, self._world_size = 0, 1
+        if process_count() > 1:
+            dist.barrier()  # all have read the answers of a killed call before one adds to them
+        if not getattr(self.model.config, "decodable", True):
+            rows = 1
+        self.batch_size_per_gpu = rows
+        self._memory = None if state_memory is None else int(float(state_memory) * 2**20)
+        self._answers = Answers() if answers is None else answers
+        self._silent = not sys.stderr.isatty() or (process_count() > 1 and dist.get_rank() > 0)
+        self._begun: tuple[Held, dict[Tokens, int]] | None = None
+        self._set_backend(rows, tokens)
+        self.reading = Reading(silent=self._silent)
         self.whole = False  # whether the texts of the next task are read whole
+
+    def _set_backend(self, rows: int, tokens: int | None) -> None:
+        """Choose how requests are read, in calls of at most so many rows and tokens."""
+        self._rows, self._call_tokens = rows, tokens
+        self.states: SharedStates | None = None
+        self._backend: Backend = PaddedRows(self, rows=rows, tokens=tokens)
+        if keeps_state(self.model):
+            self.states = self._backend = SharedStates(
+                self.model, rows=rows, tokens=tokens, memory=self._memory, autocast=self._autocast
+            )
+
+    def _autocast(self) -> torch.autocast:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     def reads_any_length(self) -> bool:
         """Tell whether the model declares no limit and goes on from a state of any text."""
-        limit = resolve_max_length(self.config, self.tokenizer, default=0)
-        keeps = getattr(self.config, "decodable", True)
-        return not limit and keeps and getattr(self.model, "recurrent_backbone", None) is not None
+        return self.states is not None and not resolve_max_length(
+            self.config, self.tokenizer, default=0
+        )
 
     @property
     def window(self) -> int:
@@ -205,103 +196,233 @@ class Scorer(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts; see ``HFLM``."""
         adds_bos, self.add_bos_token = self.add_bos_token, False
-        windows = super().loglikelihood_rolling
-        answer = self._of_whole_texts if self.whole else lambda mine: windows(mine, self._silent)
         try:
-            return shared_answers(requests, self._batches(requests), answer)
+            texts = [self.tok_encode(request.args[0]) for request in requests]
         finally:
             self.add_bos_token = adds_bos
+        if self.whole:
+            whole = [(self.prefix_token_id, *text) for text in texts]
+            return self._answer("whole text", whole, _in_turn, self._score_texts)
+        windows = [
+            [
+                (None, *make_disjoint_window(window))
+                for window in get_rolling_token_windows(
+                    token_list=text,
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                )
+            ]
+            for text in texts
+        ]
+        found = iter(self._loglikelihood_tokens([*chain(*windows)]))
+        totals = [sum(value for value, _ in islice(found, len(mine))) for mine in windows]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        asked = [_request(c, k, int(self.max_length)) for _, c, k in requests]
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        if cut := sum(n > len(r.tokens) for n, r in zip(lengths, asked, strict=True)):
+            LOG.warning(
+                "%d of %d requests are longer than the model's window of %d tokens: they are cut "
+                "from the left",
+                *(cut, len(asked), self.max_length),
+            )
+        found = self._answer("loglikelihood", asked, self._divide, self._score)
+        for (strings, _, _), answer in zip(requests, found, strict=True):
+            if strings is not None:
+                self.cache_hook.add_partial("loglikelihood", strings, answer)
+        return found
+
+    def _divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
+        return self._backend.divide(requests, parts)
+
+    def _score(self, requests: Sequence[Request], finish: Finish[tuple[float, bool]]) -> None:
+        self._backend.loglikelihoods(requests, finish, self.reading)
 
     @torch.no_grad()
-    def _of_whole_texts(self, requests: list[Any]) -> list[float]:
+    def _score_texts(self, texts: Sequence[Tokens], finish: Finish[float]) -> None:
         """Score each text from its first token to its last, a piece at a time."""
-        found = []
-        for request in requests:
-            (text,) = request.args
-            tokens = torch.tensor([[self.prefix_token_id, *self.tok_encode(text)]])
+        count = sum(len(text) - 1 for text in texts)
+        self.reading.start(count, count)
+        for index, text in enumerate(texts):
+            tokens = torch.tensor([text])
             cache, total = backbone_of(self.model).cache_class(self.config), 0.0
-            for begin in range(0, tokens.shape[1] - 1, self._DEFAULT_MAX_LENGTH):
+            for begin in range(0, len(text) - 1, self._DEFAULT_MAX_LENGTH):
                 piece = tokens[:, begin : begin + self._DEFAULT_MAX_LENGTH + 1].to(self.device)
                 logits = self.model(piece[:, :-1], **{CACHE: cache}).logits.float()
                 answers = logits.log_softmax(-1).gather(2, piece[:, 1:, None])
                 total += answers.double().sum().item()
-            found.append(total)
-        return found
+                self.reading.add(answers.shape[1])
+            finish(index, total)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate; see ``HFLM``.
 
         Raises:
-            ValueError: A task samples, and there are several processes.
+            ValueError: A task samples, and there are several processes; or it generates more tokens
+                than the model's window has.
         """
-        if process_count() > 1 and any(r.args[1].get("do_sample") for r in requests):
+        if any(request.args[1].get("do_sample") for request in requests):
+            if process_count() > 1:
+                raise ValueError(
+                    f"task {requests[0].task_name!r} samples, and several processes would draw "
+                    "other numbers than one; score it without a launcher"
+                )
+            return super().generate_until(requests, disable_tqdm or self._silent)
+        asked = [self._prompt(*request.args) for request in requests]
+        return self._answer("text", asked, self._divide_prompts, self._generate)
+
+    def _prompt(self, context: str, options: dict[str, Any]) -> Prompt:
+        """Return a prompt with its tokens, as ``HFLM`` cuts them."""
+        new = int(normalize_gen_kwargs(options, self.max_gen_toks).get("max_gen_toks", 0))
+        if (room := self.max_length - new) < 1:
             raise ValueError(
-                f"task {requests[0].task_name!r} samples, and several processes would draw other "
-                "numbers than one; score it without a launcher"
+                f"max_gen_toks must be less than the model's window of {self.max_length} tokens, "
+                f"got {new}"
             )
-        answer = super().generate_until
-        return shared_answers(
-            requests, self._batches(requests), lambda mine: answer(mine, self._silent)
+        ids, _ = self.tok_batch_encode(
+            [context], left_truncate_len=room, truncation=bool(self.truncation)
         )
+        return Prompt(context, json.dumps(options, sort_keys=True), tuple(ids[0].tolist()))
 
-    def _batches(self, requests: list[Any]) -> list[list[int]]:
-        size = int(self.batch_size)
-        return [[*range(len(requests))[i : i + size]] for i in range(0, len(requests), size)]
+    def _divide_prompts(self, prompts: Sequence[Prompt], parts: int) -> list[list[int]]:
+        if self.states is None:
+            return _in_turn(prompts, parts)
+        return self.states.divide([Request(prompt.tokens, 0) for prompt in prompts], parts)
 
-    def _loglikelihood_tokens(
-        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[tuple[float, bool]]:
-        if override_bs is not None:  # rolling scores come once a batch, and would draw a bar each
-            answer = super()._loglikelihood_tokens
-            return answer(requests, disable_tqdm=True, override_bs=override_bs)
-        silent = disable_tqdm or self._silent
-        return shared_answers(
-            requests,
-            self._backend.batches(requests),
-            lambda mine: self._backend.loglikelihoods(mine, silent=silent),
-        )
+    def _generate(self, prompts: Sequence[Prompt], finish: Finish[str]) -> None:
+        """Generate for prompts in batches of equal options."""
+        groups: dict[str, list[int]] = {}
+        for index in sorted(range(len(prompts)), key=lambda i: -len(prompts[i].tokens)):
+            groups.setdefault(prompts[index].options, []).append(index)
+        for group in groups.values():
+            for part in self._prompts_behind_states(prompts, group):
+                for begin in range(0, len(part), self._rows):
+                    chunk = part[begin : begin + self._rows]
+                    asked: Any = [SimpleNamespace(args=prompts[i].arguments()) for i in chunk]
+                    texts = super().generate_until(asked, disable_tqdm=True)
+                    for index, text in zip(chunk, texts, strict=True):
+                        finish(index, text)
+        self._begun = None
+
+    def _prompts_behind_states(
+        self, prompts: Sequence[Prompt], group: list[int]
+    ) -> Iterator[list[int]]:
+        """Yield a group's prompts, of which a model with states has read all but the last tokens.
+
+        Then ``self._begun`` are the rows from which :meth:`_model_generate` goes on.
+        """
+        if self.states is None:
+            count = sum(len(prompts[i].tokens) for i in group)
+            self.reading.start(count, count)
+            yield group
+            self.reading.add(count)
+            return
+        requests = [Request(prompts[i].tokens, 0) for i in group]
+        for batch, held, _ in self.states.read(requests, self.reading):
+            ends = [(row, i) for row, read in enumerate(batch.reads) for i in read.last]
+            self._begun = held, {requests[i].tokens: row for row, i in ends}
+            yield [group[i] for _, i in ends]
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **options: Any
+    ) -> Tensor:
+        if self._begun is None:
+            return super()._model_generate(context, max_length, stop, **options)
+        begun, row_of = self._begun
+        mask = options.pop("attention_mask").bool()
+        prompts = zip(context, mask, strict=True)
+        held = begun.rows([row_of[tuple(ids[real].tolist())] for ids, real in prompts])
+        ids = torch.cat([held.input_ids, context[:, -1:]], 1)
+        more = max_length - context.shape[1]
+        options["attention_mask"] = torch.cat([held.attention_mask, mask[:, -1:]], 1)
+        if held.cache is not None:
+            options[CACHE] = held.cache
+        found = super()._model_generate(ids, ids.shape[1] + more, stop, **options)
+        return torch.cat([context, found[:, ids.shape[1] :]], 1)
+
+    def _answer(
+        self,
+        kind: str,
+        asked: Sequence[T],
+        divide: Callable[[Sequence[T], int], list[list[int]]],
+        work: Callable[[Sequence[T], Finish[A]], None],
+    ) -> list[A]:
+        """Answer requests in all processes, but those that a killed call has answered.
+
+        Args:
+            kind: What is asked.
+            asked: The requests.
+            divide: Returns each process's requests.
+            work: Answers requests, and hands over each answer.
+        """
+        keys = [self._answers.key(kind, each) for each in asked]
+        known = ((i, self._answers.get(key)) for i, key in enumerate(keys))
+        found = {i: value for i, value in known if value is not None}
+        open_ = [i for i in range(len(asked)) if i not in found]
+
+        def mine(part: list[int]) -> dict[int, A]:
+            answered: dict[int, A] = {}
+
+            def finish(index: int, answer: A) -> None:
+                answered[todo[index]] = answer
+                self._answers.add(keys[todo[index]], answer)
+
+            while todo := [open_[i] for i in part if open_[i] not in answered]:
+                try:
+                    work([asked[i] for i in todo], finish)
+                except torch.OutOfMemoryError:
+                    if self._call_tokens is None or self._rows == 1:
+                        raise
+                    self._set_backend(max(1, self._rows // 2), self._call_tokens // 2)
+            return answered
+
+        parts = divide([asked[i] for i in open_], process_count())
+        found |= together(parts, mine)
+        self.reading.close()
+        return [found[i] for i in range(len(asked))]
 
 
-class _ToOurLog(logging.Handler):
-    """Pass on lm-eval's warnings and errors, each kind once."""
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that a text is generated behind; options are JSON, as they decide a batch."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._seen: set[str] = set()
+    context: str
+    options: str
+    tokens: Tokens
 
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        kind = re.sub(r"\d+", "#", message)
-        if kind not in self._seen and not any(known in message for known in _EXPECTED):
-            self._seen.add(kind)
-            LOG.log(record.levelno, "lm-eval: %s", message)
+    def arguments(self) -> tuple[str, dict[str, Any]]:
+        """Return the arguments of a request, as lm-eval gives them."""
+        return self.context, json.loads(self.options)
 
 
-@contextlib.contextmanager
-def tamed() -> Iterator[None]:
-    """Run lm-eval with its log in ours, nothing on stdout, bars only on a terminal.
+def batch_limits(batch_size: int | str) -> tuple[int, int | None]:
+    """Return the most rows and tokens of a call.
 
-    Bootstrapped standard errors stay in this process: forking one that holds a model is not safe.
+    Raises:
+        ValueError: It is neither a count nor "auto".
     """
-    logger, handler = logging.getLogger("lm_eval"), _ToOurLog()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
-    bar, forking = lm_eval.api.task.tqdm, os.environ.get("DISABLE_MULTIPROC")
-    lm_eval.api.task.tqdm = functools.partial(tqdm, disable=None)
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    bars_on = transformers_logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        if bars_on:
-            transformers_logging.enable_progress_bar()
-        if forking is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = forking
-        lm_eval.api.task.tqdm = bar
-        logger.removeHandler(handler)
-        logger.propagate = propagate
+    if str(batch_size).partition(":")[0] == "auto":
+        return AUTO_ROWS, AUTO_TOKENS
+    if not str(batch_size).isdecimal() or int(batch_size) < 1:
+        raise ValueError(f"batch_size must be at least 1, or 'auto', got {batch_size!r}")
+    return int(batch_size), None
+
+
+def _request(context: list[int], continuation: list[int], window: int) -> Request:
+    """Return a request cut from the left to a window, as ``HFLM`` cuts it."""
+    if not 1 <= len(continuation) <= window:
+        raise ValueError(
+            f"a continuation must have between 1 and {window} tokens, the model's window, got "
+            f"{len(continuation)}"
+        )
+    return Request(tuple((context + continuation)[-(window + 1) :]), len(continuation))
+
+
+def _in_turn(requests: Sequence[object], parts: int) -> list[list[int]]:
+    return [list(range(part, len(requests), parts)) for part in range(parts)]

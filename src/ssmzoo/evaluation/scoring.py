@@ -20,7 +20,7 @@ from ssmzoo.files import package_data
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
-    from ssmzoo.evaluation.scorer import Scorer
+    from ssmzoo.evaluation.scorer import SharedPrefixLM
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -90,7 +90,7 @@ def _task_of(spec: str | dict[str, Any]) -> str:
 
 
 def score_task(
-    lm: Scorer, loaded: dict[str, Any], *, limit: int | None, seed: int, symbols: int | None
+    lm: SharedPrefixLM, loaded: dict[str, Any], *, limit: int | None, seed: int, symbols: int | None
 ) -> list[Score]:
     """Run one task, group or tag, and return every number it reports."""
     from transformers import set_seed
@@ -98,8 +98,10 @@ def score_task(
     tasks = loaded["tasks"]
     settings = _prepare(lm, tasks, seed, symbols)
     set_seed(seed)
+    lm.reading.reset()
     rolling = any(task.OUTPUT_TYPE == "loglikelihood_rolling" for task in tasks.values())
     outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
+    reading = lm.reading.counts(shares=lm.states is not None)
     rows: list[Score] = []
     for name, numbers in outcome["results"].items():
         count = outcome["n-samples"].get(name)
@@ -118,6 +120,7 @@ def score_task(
                 "num_fewshot": int(outcome["n-shot"].get(name, 0)),
                 "higher_is_better": outcome["higher_is_better"].get(name, {}).get(metric),
                 "settings": settings.get(name, {}),
+                "reading": reading,
             }
             if benchmark is not None:
                 row["benchmark"] = benchmark
@@ -127,7 +130,7 @@ def score_task(
 
 
 def _prepare(
-    lm: Scorer, tasks: dict[str, Any], seed: int, symbols: int | None
+    lm: SharedPrefixLM, tasks: dict[str, Any], seed: int, symbols: int | None
 ) -> dict[str, dict[str, Any]]:
     """Set up tasks and the model's window for them; return each task's settings."""
     settings: dict[str, dict[str, Any]] = {}

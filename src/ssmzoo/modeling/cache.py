@@ -141,6 +141,14 @@ class RecurrentCache(RollbackCache):
         if not self.is_initialized:  # the next token starts a new sequence
             self.adapter = None
 
+    def selected(self, indices: Tensor) -> Self:
+        """Return a copy that holds the rows ``indices [R]``; its calls are not recorded."""
+        found = copy.copy(self)
+        found.layers = [copy.copy(layer) for layer in self.layers]
+        found.recording = False
+        found._rows_change(lambda state: state.index_select(0, indices.to(state.device)))
+        return found
+
     def _rows_change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Change the rows of every state; drop the snapshots, which are of the rows before."""
         self._require_no_pending()

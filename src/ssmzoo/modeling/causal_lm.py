@@ -81,6 +81,7 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
         labels: Tensor | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         **inputs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Predict the next token at every position.
@@ -92,6 +93,8 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
                 count, and no token is predicted across the boundary of packed sequences.
             return_dict: Return an output object (default) or a tuple.
             logits_to_keep: Only the last so many positions get logits (0: all), or these indices.
+            skip_logits: In training, return a loss and no logits, of which only few exist at a
+                time; None: as ``config.skip_logits`` says.
             **inputs: Other arguments of :meth:`SSMModel.forward`. For the loss
                 ``shift_labels [B, L]``, the token after each position, or -100, taken as they are
                 in place of ``labels``; and ``num_items_in_batch``, all that Trainer counts in a
@@ -99,7 +102,7 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
                 off: exact where all calls of the step have the same share.
 
         Returns:
-            ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.
+            ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]`` or None, ``cache``.
         """
         inputs["input_ids"] = input_ids
         if attention_mask is not None:
@@ -118,14 +121,19 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             hidden_states = hidden_states[:, logits_to_keep]
         elif logits_to_keep:
             hidden_states = hidden_states[:, -logits_to_keep:]
-        logits = self.lm_head(hidden_states)
+        asked = labels is not None or shift_labels is not None
+        skips = self.config.skip_logits if skip_logits is None else skip_logits
+        skips = skips and asked and self.training
+        logits = None if skips else self.lm_head(hidden_states)
         loss = None
-        if labels is not None or shift_labels is not None:
+        if asked:
+            values = hidden_states if logits is None else logits
             every = isinstance(logits_to_keep, int) and not logits_to_keep
             for name, targets in (("labels", labels), ("shift_labels", shift_labels)):
                 if targets is not None:
-                    _check_targets(name, targets, logits, every)
-            loss = next_token_loss(self, logits, labels, shift_labels, packing, items)
+                    _check_targets(name, targets, values, every)
+            head = self.lm_head if logits is None else None
+            loss = next_token_loss(self, values, labels, shift_labels, packing, items, head=head)
         kept: dict[str, Any] = {CACHE: getattr(outputs, CACHE)}
         return self.answer(
             CausalLMOutputWithPast, outputs, return_dict, loss=loss, logits=logits, **kept
@@ -402,12 +410,12 @@ def given_state(
     return given
 
 
-def _check_targets(name: str, targets: Tensor, logits: Tensor, every: bool) -> None:
+def _check_targets(name: str, targets: Tensor, values: Tensor, every: bool) -> None:
     """Fail unless there is a target for each position, of which all have logits."""
     if targets.dim() != 2:
         raise ValueError(f"{name} must have shape [B, L], got {list(targets.shape)}")
-    if logits.shape[1] != targets.shape[1]:
+    if values.shape[1] != targets.shape[1]:
         if not every:
             raise ValueError(f"{name} need all logits; leave logits_to_keep at 0")
-        wanted, got = list(logits.shape[:2]), list(targets.shape)
+        wanted, got = list(values.shape[:2]), list(targets.shape)
         raise ValueError(f"{name} must have shape [B, L] = {wanted}, got {got}")

@@ -95,6 +95,8 @@ class SSMConfig(PreTrainedConfig):
         initializer_range: Standard deviation of the embedding's initial entries.
         tie_word_embeddings: Let the language-model head use the embedding's weight.
         use_cache: Return the state by default (never while training).
+        skip_logits: In training, return a language model's loss without its logits, of which few
+            exist at a time: for large vocabularies.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {
@@ -130,6 +132,7 @@ class SSMConfig(PreTrainedConfig):
     initializer_range: float | int = stateless(0.02)
     tie_word_embeddings: bool = stateless(True)
     use_cache: bool = stateless(True)
+    skip_logits: bool = stateless(False)
     pad_token_id: int | None = stateless(None)
     bos_token_id: int | None = stateless(None)
     eos_token_id: int | list[int] | None = stateless(None)

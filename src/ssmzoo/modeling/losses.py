@@ -8,10 +8,11 @@ measures there is :func:`ssmzoo.tasks.common.counted`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.packing import Sequences
@@ -77,21 +78,25 @@ def loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
 
 def next_token_loss(
     model: Any,
-    logits: Tensor,
+    values: Tensor,
     labels: Tensor | None,
     shift_labels: Tensor | None,
     packing: Sequences | None,
     items: Any,
+    *,
+    head: nn.Module | None = None,
 ) -> Tensor:
     """Return transformers' loss of a language model.
 
     Args:
         model: The model, whose ``loss_function`` shifts the labels.
-        logits: ``[B, L, V]``.
+        values: The logits ``[B, L, V]``; with ``head`` the hidden states ``[B, L, D]``.
         labels: The tokens ``[B, L]``.
         shift_labels: The token after each position, taken as it is in place of ``labels``.
         packing: Where the sequences lie.
         items: Tokens of all calls of an optimizer's step, as Trainer counts them, or None.
+        head: Makes the logits of a few tokens at a time (:func:`loss_without_logits`); None: they
+            are given.
 
     Raises:
         ValueError: A label that is no token.
@@ -102,7 +107,7 @@ def next_token_loss(
         given = labels
         if packing is not None:
             if packing.order is not None:  # nothing stands between a row's tokens
-                logits, labels = (packing.flat(x).view_as(x) for x in (logits, labels))
+                values, labels = (packing.flat(x).view_as(x) for x in (values, labels))
             labels = without_first_tokens(labels, packing)
             if items is not None:  # Trainer counted first tokens, too
                 counted, left = ((x[:, 1:] != IGNORED).sum().clamp(min=1) for x in (given, labels))
@@ -110,12 +115,83 @@ def next_token_loss(
         read = "labels", labels[:, 1:]
     else:
         read = "shift_labels", shift_labels
-    more = {} if items is None else {"num_items_in_batch": items}
-    with named_indices(*read, logits.shape[-1], ignored=IGNORED):
+    size = model.config.vocab_size if head is not None else values.shape[-1]
+    with named_indices(*read, size, ignored=IGNORED):
+        if head is not None:
+            after = read[1]
+            if shift_labels is None:
+                after = nn.functional.pad(after, (0, 1), value=IGNORED)
+            return loss_without_logits(head, values, after, size, items)
+        more = {} if items is None else {"num_items_in_batch": items}
         return model.loss_function(
-            logits=logits,
+            logits=values,
             labels=labels,
             vocab_size=model.config.vocab_size,
             shift_labels=shift_labels,
             **more,
         )
+
+
+_PIECE = 2**25  # logits that exist at a time, in float32 128 MiB; their gradients as many
+
+
+def loss_without_logits(
+    head: nn.Module, hidden: Tensor, targets: Tensor, classes: int, items: Any = None
+) -> Tensor:
+    """Return the cross-entropy of a head's logits in nats, of which few exist at a time.
+
+    The gradients of a piece are taken as soon as its logits are there, and kept for backward: those
+    of ``hidden`` and of the head's parameters. So nothing is computed twice.
+
+    Args:
+        head: Maps ``[M, D]`` to logits ``[M, V]``, a token at a time.
+        hidden: ``[B, L, D]``.
+        targets: ``[B, L]`` int64; -100 does not count.
+        classes: V.
+        items: What the sum is divided by; None: the number of targets that count.
+    """
+    rows, flat = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
+    length = max(1, _PIECE // classes)
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    total = cast(Tensor, _PieceByPiece.apply(head, flat, length, rows, *parameters))
+    return total / ((flat != IGNORED).sum() if items is None else items)
+
+
+class _PieceByPiece(torch.autograd.Function):
+    """The sum of cross-entropies, and its gradients, of so many tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: nn.Module, targets: Tensor, length: int, rows: Tensor, *weights: Tensor
+    ) -> Tensor:
+        exact = torch.promote_types(torch.float32, rows.dtype)
+        total = rows.new_zeros((), dtype=exact)
+        asked = any(ctx.needs_input_grad)
+        ctx.of_rows = torch.zeros_like(rows)
+        # the sums over pieces of low precision would lose small terms
+        kinds = [torch.promote_types(torch.float32, weight.dtype) for weight in weights]
+        ctx.of_weights = [
+            torch.zeros_like(weight, dtype=kind)
+            for weight, kind in zip(weights, kinds, strict=True)
+        ]
+        for begin in range(0, len(rows), length):
+            place = slice(begin, begin + length)
+            with torch.set_grad_enabled(asked):
+                piece = rows[place].detach().requires_grad_(asked)
+                loss = nn.functional.cross_entropy(
+                    head(piece).to(exact), targets[place], reduction="sum"
+                )
+            total += loss.detach()
+            if asked:
+                slopes = torch.autograd.grad(loss, [piece, *weights], allow_unused=True)
+                ctx.of_rows[place] = slopes[0]
+                for kept, slope in zip(ctx.of_weights, slopes[1:], strict=True):
+                    if slope is not None:
+                        kept += slope
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        of_weights = [each * slope for each in ctx.of_weights]
+        return None, None, None, (ctx.of_rows * slope).to(ctx.of_rows.dtype), *of_weights

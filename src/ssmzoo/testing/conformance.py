@@ -61,6 +61,7 @@ CHECKS: tuple[Check, ...] = (
     generation.check_continuing,
     generation.check_chunked_prefill,
     generation.check_cache_rows,
+    generation.check_shared_prefix,
     generation.check_cache_file,
     generation.check_prompt_state,
     generation.check_cache_precision,

@@ -168,6 +168,31 @@ def check_cache_rows(subject: Subject) -> Measured:
     return measured
 
 
+def check_shared_prefix(subject: Subject) -> Measured:
+    """A state serves several sequences that begin alike, padded, and stays as it was."""
+    measured = Measured()
+    model, starts, lengths = subject.model(), subject.ids(2, 70), (9, 1, 4)
+    rows = torch.tensor([1, 0, 1])
+    ends = [subject.ids(1, length, seed=length)[0] for length in lengths]
+    ids, mask = subject.ids(3, 9, seed=99), torch.zeros(3, 9, dtype=torch.long)
+    for row, end in enumerate(ends):
+        ids[row, -len(end) :], mask[row, -len(end) :] = end, 1
+    with torch.no_grad():
+        state = model(starts, use_cache=True).cache
+        whole = [torch.cat([starts[row], end])[None] for row, end in zip(rows, ends, strict=True)]
+        expected = [model(each).logits[0, -n:] for each, n in zip(whole, lengths, strict=True)]
+        for turn in ("first", "second"):
+            shared = state.selected(rows)
+            logits = model(ids, attention_mask=mask, cache=shared).logits
+            again = model(ids[:, -3:], cache=shared).logits[:, -1]
+            got = [logits[row, -n:] for row, n in enumerate(lengths)]
+            measured.compare(f"{turn} use", torch.cat(got), torch.cat(expected), EXACT)
+            longer = [torch.cat([*pair], 1) for pair in zip(whole, ids[:, None, -3:], strict=True)]
+            after = torch.cat([model(each).logits[:, -1] for each in longer])
+            measured.compare(f"tokens after the {turn} use", again, after, EXACT)
+    return measured
+
+
 def check_cache_file(subject: Subject) -> Measured:
     """A cache saved to a file and loaded goes on bit for bit."""
     measured = Measured()

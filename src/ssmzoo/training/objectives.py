@@ -76,10 +76,11 @@ class Objective(ABC):
             part: Which of a step's micro-batches it comes from.
             targets: Of that micro-batch.
         """
-        output = forward(piece)
-        if not targets:  # the mean of nothing is not a number; other processes wait for gradients
-            return 0.0 * output.logits.float().sum()
-        return output.loss
+        if targets:
+            return forward(piece).loss
+        # the mean of nothing is not a number; other processes wait for gradients
+        with_logits = {"skip_logits": False} if "skip_logits" in self.options else {}
+        return 0.0 * forward(piece, **with_logits).logits.float().sum()
 
     def carried(self) -> dict[str, torch.Tensor]:
         """Return, by name, the states carried to the next step."""
@@ -114,8 +115,11 @@ class Objective(ABC):
         return {"loss": loss / targets, "accuracy": right / targets, "targets": int(targets)}
 
 
+MANY_WORDS = 16_384  # from here on logits take more memory than they save time
+
+
 class CausalLM(Objective):
-    """Predict the next token.
+    """Predict the next token; of a large vocabulary without logits, where the model can.
 
     Args:
         model: Rows are packed into one, their seams marked by ``cu_seqlens``, if it takes that.
@@ -123,7 +127,11 @@ class CausalLM(Objective):
     """
 
     def __init__(self, model: nn.Module, *, packs: bool) -> None:
+        from ssmzoo.modeling import SSMForCausalLM
+
         super().__init__(model)
+        if isinstance(model, SSMForCausalLM) and model.config.vocab_size >= MANY_WORDS:
+            self.options["skip_logits"] = True
         self._positions = most_positions(model)
         takes_boundaries = "cu_seqlens" in inspect.signature(model.forward).parameters
         self.packed = packs and takes_boundaries

@@ -1,9 +1,9 @@
 """What Python runs first in a program that ``ssmzoo exec`` starts, and in the processes it starts.
 
-It has the families registered as soon as transformers is imported, and imports nothing itself: a
-process without transformers stays as quick as it is, and what a program sets before its imports
-(``HF_HOME``, ``CUDA_VISIBLE_DEVICES``) still counts. Where a machine has a ``sitecustomize`` of its
-own, that one runs, too.
+It has the families registered as soon as transformers is imported, and lm-eval's model ``ssmzoo``
+as soon as lm-eval's models are, and imports nothing itself: a process without these stays as quick
+as it is, and what a program sets before its imports (``HF_HOME``, ``CUDA_VISIBLE_DEVICES``) still
+counts. Where a machine has a ``sitecustomize`` of its own, that one runs, too.
 """
 
 import importlib.machinery
@@ -12,12 +12,25 @@ import sys
 from pathlib import Path
 
 
+def _register_families():
+    import ssmzoo.auto  # noqa: F401
+
+
+def _register_lm():
+    from lm_eval.api.registry import model_registry
+
+    model_registry.register("ssmzoo", target="ssmzoo.evaluation.scorer:SharedPrefixLM")
+
+
+_REGISTER = {"transformers": _register_families, "lm_eval.models": _register_lm}
+
+
 class _Registering:
-    """Finds transformers where the other finders do, and registers once it is imported."""
+    """Finds these modules where the other finders do, and registers once they are imported."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name != "transformers":
+        if name not in _REGISTER:
             return None
         others = (finder for finder in sys.meta_path if finder is not cls)
         found = (finder.find_spec(name, path, target) for finder in others)
@@ -28,7 +41,7 @@ class _Registering:
             def exec_module(module):
                 run(module)
                 if importlib.util.find_spec("ssmzoo") is not None:  # not so in another Python
-                    import ssmzoo.auto  # noqa: F401
+                    _REGISTER[name]()
 
             spec.loader.exec_module = exec_module
         return spec

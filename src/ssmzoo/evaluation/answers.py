@@ -1,0 +1,64 @@
+"""Answers to requests that outlive a killed process: a line each, in files beside the results."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Answers:
+    """The answers to finished requests, by a digest of all that decides them.
+
+    Args:
+        path: The file that keeps them. Each process writes one of its own, with ``suffix``; all
+            read those of all. None: nothing is kept.
+        facts: What else must be the same for an answer to hold, such as the model's weights.
+        suffix: Of this process's file.
+    """
+
+    def __init__(self, path: Path | None = None, facts: object = None, suffix: str = "") -> None:
+        self._facts = json.dumps(facts, sort_keys=True, default=str)
+        self._path, self._suffix = path, suffix
+        self._known: dict[str, Any] = {}
+        for file in self._files():
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                self._take(line)
+
+    def key(self, kind: str, asked: object) -> str:
+        """Return the digest of a request."""
+        return hashlib.sha256(f"{self._facts}\0{kind}\0{asked!r}".encode()).hexdigest()[:32]
+
+    def get(self, key: str) -> Any:
+        """Return an answer, or None."""
+        return self._known.get(key)
+
+    def add(self, key: str, answer: Any) -> None:
+        """Keep an answer."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_name(self._path.name + self._suffix).open(
+            "a", encoding="utf-8"
+        ) as file:
+            file.write(f"\n{json.dumps([key, answer])}\n")  # there may be half a line
+
+    def remove(self) -> None:
+        """Remove the files: all is answered."""
+        for file in self._files():
+            file.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        if self._path is None or not self._path.parent.is_dir():
+            return []
+        return sorted(
+            file for file in self._path.parent.iterdir() if file.name.startswith(self._path.name)
+        )
+
+    def _take(self, line: str) -> None:
+        try:
+            key, answer = json.loads(line)
+        except ValueError:  # an empty one, or half of one
+            return
+        self._known[key] = tuple(answer) if isinstance(answer, list) else answer
