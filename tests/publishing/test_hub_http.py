@@ -584,6 +584,17 @@ def test_a_publication_replaces_an_earlier_one_as_a_whole_in_one_commit(server, 
     assert (len(repo.trees), len(lost.trees)) == (2, 2)
 
 
+def test_a_publication_to_a_branch_replaces_what_that_branch_holds(server, small, run):
+    """The main branch is not asked: it holds these very files, and others that would be refused."""
+    repo, files = repository(server, "tester/branch", BROUGHT), shown(small)
+    repo.branches["next"] = repo.branches["main"]
+    main = {name: Blob(raw, name.endswith(".safetensors")) for name, raw in files.items()}
+    oid = repo.commit("main", main | {name: Blob(b"theirs", lfs=False) for name in FOREIGN})
+    assert run(PUBLISH, small, "tester/branch --revision next").errors == []
+    assert server.files("tester/branch", "next") == files
+    assert repo.branches["main"] == oid
+
+
 @pytest.mark.parametrize(
     ("way", "there", "config"),
     [
