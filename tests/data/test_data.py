@@ -301,6 +301,17 @@ def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
         position = resumed.position()
 
 
+def test_documents_of_a_single_shard_come_in_the_seeds_order(tmp_path, offline):
+    fields = {"parquet": [str(write_records(tmp_path / "records") / "a.parquet")]}
+    fields |= {"text_field": "body", "streaming": True, "shuffle_buffer": 15}
+    first, again, other = (
+        streamed(make_recipe(seed=seed, **fields), tmp_path / "cache").next_batch(8)
+        for seed in (0, 0, 1)
+    )
+    assert (first.input_ids == again.input_ids).all()
+    assert (first.input_ids != other.input_ids).any()
+
+
 def test_the_first_documents_of_a_stream_can_be_held_out(tmp_path, offline):
     folder = write_records(tmp_path / "records")
     recipe = make_recipe(
