@@ -631,6 +631,9 @@ def test_weights_that_change_while_they_are_sent_are_not_published(server, small
     (line,) = run(PUBLISH, small, "tester/changed").errors
     assert f"{weights} changed while it was published; nothing was published" in line
     assert held(server, "tester/changed") == {}
+    checked = "import ssmzoo.publishing.hub as hub\nhub._digests = lambda folder: {}\n"  # of others
+    (line,) = run(PUBLISH.replace("\nfor ", f"\n{checked}for ", 1), small, "tester/changed").errors
+    assert f"{weights} changed while it was published; nothing was published" in line
 
 
 def test_a_private_publication_is_refused_by_a_public_repository(server, small, run):
