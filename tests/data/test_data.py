@@ -283,13 +283,15 @@ def streamed(recipe, cache, rank=0, world=1):
 
 def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
     folder = write_records(tmp_path / "records")
-    recipe = make_recipe(
-        parquet=[str(folder / "*.parquet")], text_field="body", streaming=True, shuffle_buffer=6
-    )
+    fields = {"text_field": "body", "streaming": True, "shuffle_buffer": 6}
+    recipe = make_recipe(parquet=[str(folder / "*.parquet")], seq_len=64, **fields)
     whole = streamed(recipe, tmp_path / "cache")
-    taken = [whole.next_batch(7) for _ in range(60)]
+    taken = [whole.next_batch(7) for _ in range(30)]
     assert whole.position()["lanes"]["0"]["turn"] >= whole.position()["shards"]
     position = streamed(recipe, tmp_path / "cache").position()
+    for rows in taken:  # documents are told apart where they begin, and no loss crosses there
+        assert (rows.starts[:, 1:] == (rows.input_ids[:, 1:] == BOS)).all()
+        assert (rows.labels == np.where(rows.starts, IGNORED, rows.input_ids)).all()
     for rows in taken:  # killed and resumed after every step
         resumed = streamed(recipe, tmp_path / "cache")
         resumed.seek(json.loads(json.dumps(position)))
@@ -297,6 +299,17 @@ def test_a_stream_continues_exactly_wherever_it_was_left(tmp_path, offline):
         assert (again.input_ids == rows.input_ids).all()
         assert (again.starts == rows.starts).all()
         position = resumed.position()
+
+
+def test_documents_of_a_single_shard_come_in_the_seeds_order(tmp_path, offline):
+    fields = {"parquet": [str(write_records(tmp_path / "records") / "a.parquet")]}
+    fields |= {"text_field": "body", "streaming": True, "shuffle_buffer": 15}
+    first, again, other = (
+        streamed(make_recipe(seed=seed, **fields), tmp_path / "cache").next_batch(8)
+        for seed in (0, 0, 1)
+    )
+    assert (first.input_ids == again.input_ids).all()
+    assert (first.input_ids != other.input_ids).any()
 
 
 def test_the_first_documents_of_a_stream_can_be_held_out(tmp_path, offline):

@@ -326,6 +326,22 @@ def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
     assert np.abs(by_eight - alone).max() < 1e-4
 
 
+def test_logits_of_16_bits_are_scored_in_float32():
+    from ssmzoo.evaluation.scorer import Scorer, tamed
+
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(LLAMA).to(torch.bfloat16).eval()
+    request = ragged_requests()[0][1]
+    with tamed():
+        ((score, _),) = Scorer(network, byte_tokenizer(), batch_size=1).loglikelihood([request])
+    context, continuation = (torch.tensor(list(text.encode())) for text in request.args)
+    read = torch.cat([context, continuation])[None, :-1]
+    with torch.no_grad():
+        logits = network(read).logits[0, -len(continuation) :].float()
+    exact = logits.log_softmax(-1).gather(1, continuation[:, None]).sum()
+    assert score == pytest.approx(float(exact), abs=1e-4)
+
+
 def test_whole_texts_are_read_from_a_state_and_score_as_in_one_piece():
     from ssmzoo.evaluation import SharedPrefixLM
     from ssmzoo.evaluation.lm_eval_log import tamed

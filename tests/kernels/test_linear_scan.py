@@ -100,6 +100,18 @@ def test_products_of_a_chunk_beyond_all_exponents_change_no_state(backend, paire
         close(got, expected, 1e-6)
 
 
+@PAIRED
+def test_gradients_cross_the_chunks_of_a_long_sequence(backend, paired):
+    """Factors of size 1 forget nothing, so that the last state depends on every token."""
+    a, b, state = draw(B=1, L=6000, D=2, paired=paired)
+    inputs = [x.requires_grad_() for x in (a / size(a, paired), b, state)]
+    finals = [on(x, paired)(*inputs)[1] for x in ("reference", backend)]
+    ones = torch.ones_like(finals[0])
+    loop, found = (torch.autograd.grad(final, inputs, ones) for final in finals)
+    for got, expected in zip(found, loop, strict=True):
+        close(got, expected, 1e-10)
+
+
 # --- sequences: halves, packed rows, batches --------------------------------------------------
 
 

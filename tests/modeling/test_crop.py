@@ -74,6 +74,7 @@ def test_after_assisted_decoding_a_cache_is_as_after_any_other(model, ids, retur
         model.generate(ids, cache=cache, num_beams=2, **settings),
         model.generate(ids, num_beams=2, **settings),
     )
+    assert cache.batch_size == 1  # beams go on from a copy
 
 
 def test_a_prompt_read_from_a_cropped_cache_can_be_saved(model, ids, tmp_path):

@@ -196,6 +196,19 @@ def test_other_names_of_fields_come_before_what_follows_from_them(name):
         assert type(family.config(beta_bias_init=1).dt_bias_init) is float
 
 
+def test_a_saved_configuration_comes_back_with_every_field(tmp_path):
+    family = load_family("longhorn")
+    changed = {"rms_norm_eps": 1e-3, "norm_type": "layer", "prenorm": False, "mlp_type": "swiglu"}
+    changed |= {"intermediate_size": 24, "dropout": 0.1, "embedding_dropout": 0.2}
+    changed |= {"tie_dropout": True, "drop_path_rate": 0.3, "pooling": "mean", "use_cache": False}
+    changed |= {"classifier_bias": True, "residual_in_fp32": False, "initializer_range": 0.1}
+    changed |= {"tie_word_embeddings": False, "pad_token_id": 1, "bos_token_id": 2}
+    config = family.config(**{**family.tiny, **changed, "eos_token_id": [3, 4]})
+    config.save_pretrained(tmp_path)
+    saved = family.config_class.from_pretrained(tmp_path)
+    assert {name: getattr(saved, name) for name in changed} == changed
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_offloaded_parameters_are_fetched(name):
     from accelerate import cpu_offload

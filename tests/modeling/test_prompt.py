@@ -92,12 +92,13 @@ def test_a_prompt_of_one_token_can_be_saved(model, ids, tmp_path):
 
 
 def test_extending_a_prompt_leaves_the_original_unchanged(model, ids):
-    first = model.prefill(ids)
-    longer = model.prefill(**first.inputs(ids))
-    assert (first.cache.seen_tokens, longer.cache.seen_tokens) == (6, 13)
+    first, both = model.prefill(ids), torch.cat([ids, ids], dim=1)
     with torch.no_grad():
-        whole = model(torch.cat([ids, ids], dim=1)).logits[:, -1]
-    torch.testing.assert_close(logits(model, longer.inputs()), whole)
+        whole = model(both).logits[:, -1]
+    for given in (first.inputs(ids), {"input_ids": both, CACHE: first.cache}):
+        longer = model.prefill(**given)
+        assert (first.cache.seen_tokens, longer.cache.seen_tokens) == (6, 13)
+        torch.testing.assert_close(logits(model, longer.inputs()), whole)
 
 
 def test_other_files_of_the_folder_stay(model, ids, tmp_path):

@@ -600,6 +600,17 @@ def test_a_publication_replaces_an_earlier_one_as_a_whole_in_one_commit(server, 
     assert (len(repo.trees), len(lost.trees)) == (2, 2)
 
 
+def test_a_publication_to_a_branch_replaces_what_that_branch_holds(server, small, run):
+    """The main branch is not asked: it holds these very files, and others that would be refused."""
+    repo, files = repository(server, "tester/branch", BROUGHT), shown(small)
+    repo.branches["next"] = repo.branches["main"]
+    main = {name: Blob(raw, name.endswith(".safetensors")) for name, raw in files.items()}
+    oid = repo.commit("main", main | {name: Blob(b"theirs", lfs=False) for name in FOREIGN})
+    assert run(PUBLISH, small, "tester/branch --revision next").errors == []
+    assert server.files("tester/branch", "next") == files
+    assert repo.branches["main"] == oid
+
+
 @pytest.mark.parametrize(
     ("way", "there", "config"),
     [
@@ -636,6 +647,9 @@ def test_weights_that_change_while_they_are_sent_are_not_published(server, small
     (line,) = run(PUBLISH, small, "tester/changed").errors
     assert f"{weights} changed while it was published; nothing was published" in line
     assert held(server, "tester/changed") == {}
+    checked = "import ssmzoo.publishing.hub as hub\nhub._digests = lambda folder: {}\n"  # of others
+    (line,) = run(PUBLISH.replace("\nfor ", f"\n{checked}for ", 1), small, "tester/changed").errors
+    assert f"{weights} changed while it was published; nothing was published" in line
 
 
 def test_a_private_publication_is_refused_by_a_public_repository(server, small, run):

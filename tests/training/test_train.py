@@ -235,6 +235,18 @@ def test_a_tilde_in_output_dir_is_the_home(recipe, tmp_path, monkeypatch):
         train(recipe(), output_dir="~/file")
 
 
+def test_a_clipped_gradient_moves_no_weight_far(recipe, tmp_path):
+    """A norm far below Adam's epsilon leaves the weights alone, whatever the rate."""
+    asked = {"train__steps": 1, "train__warmup": 0, "train__clip": 1e-12}
+    asked |= {"train__weight_decay": 0.0, "eval__every": 1, "checkpoint__every": 1}
+    runs = [
+        train(recipe(**asked, train__lr=lr), output_dir=tmp_path / str(lr)) for lr in (0.01, 0.02)
+    ]
+    models = [AutoModelForCausalLM.from_pretrained(run / "model") for run in runs]
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        assert (one - two).abs().max() < 1e-4
+
+
 def test_a_second_run_into_the_same_folder_is_refused(recipe, tmp_path):
     with locked(tmp_path / "run"), pytest.raises(RuntimeError) as caught:
         train(recipe(), output_dir=tmp_path / "run")

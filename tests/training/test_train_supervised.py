@@ -430,8 +430,8 @@ def test_without_weight_decay_the_optimizer_is_adam():
     model = torch.nn.Linear(5, 3)
     twin = torch.nn.Linear(5, 3)
     twin.load_state_dict(model.state_dict())
-    ours = make_optimizer(model, lr=0.01, weight_decay=0.0, betas=(0.9, 0.999))
-    adam = torch.optim.Adam(twin.parameters(), lr=0.01, betas=(0.9, 0.999), fused=True)
+    ours = make_optimizer(model, lr=0.01, weight_decay=0.0, betas=(0.8, 0.99))
+    adam = torch.optim.Adam(twin.parameters(), lr=0.01, betas=(0.8, 0.99), fused=True)
     for _ in range(20):
         x = torch.randn(7, 5)
         for module, optimizer in ((model, ours), (twin, adam)):

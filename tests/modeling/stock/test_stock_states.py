@@ -180,6 +180,8 @@ def test_a_cropped_cache_goes_on_as_if_the_rest_was_never_read(model_type: str) 
     whole = read(0, LENGTH)
     cache = prefill(model, x[:, :5], mask[:, :5]).cache
     read(4, 6, cache=cache)
+    with pytest.raises(RuntimeError, match="crop needs recorded calls"):
+        copy.deepcopy(cache).crop(-1)
     cache.activate_past_recording()
     for begin, end in ((6, 9), (9, 10), (10, 14), (14, 17)):  # one token runs as a program
         read(begin, end, cache=cache)
