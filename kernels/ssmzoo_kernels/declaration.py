@@ -58,13 +58,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ssmzoo_kernels.derived import FromReference
-from ssmzoo_kernels.dispatch import ALL, Backend, c_kernels, choose, record
+from ssmzoo_kernels.dispatch import ALL, Backend, c_kernels, choose, is_traced, record
 from ssmzoo_kernels.validation import (
     NAMESPACE,
     Packing,
     batched_gradient,
+    check_forward_mode,
     innermost_transform,
     segment_offsets,
     transformed,
@@ -78,7 +80,7 @@ _DTYPES = {
 }
 _MOST_SEEN = 1000
 _PLAIN = (Tensor, torch.nn.Parameter)
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # of make_fx
 _declared: dict[str, Op] = {}
 
 
@@ -355,7 +357,16 @@ class Op:
     ) -> str:
         """Check the choices among the options and return the backend that a call shall take.
 
-        ``dtype`` and ``offers`` are those of ``dispatch.choose``.
+        Args:
+            backend: What the caller asked for.
+            tensor: Where the op runs.
+            options: As :meth:`run` gets them.
+            dtype: What the op computes in, where that is not the tensor's (at least float32).
+            offers: The backends that the call may take, where they are not the op's.
+
+        Raises:
+            ValueError, RuntimeError: As ``dispatch.choose``; or an option that is no choice.
+            NotImplementedError: A forward-mode derivative is asked of another than the reference.
         """
         options = options or {}
         for name, choice in self._choices:
@@ -371,9 +382,13 @@ class Op:
                     f'backend={backend!r}; use backend="auto"'
                 )
             backend = "reference"
-        variant = None if self.variant is None else options[self.variant]
-        offers = self.offers if offers is None else offers
-        return choose(self.name, backend, tensor, offers, dtype=dtype, variant=variant)
+        kernel = (dtype or tensor.dtype,)
+        if self.variant is not None:
+            kernel = (*kernel, options[self.variant])
+        chosen = choose(self.name, backend, tensor.device.type, offers or self.offers, kernel)
+        if forward_ad._current_level >= 0:  # else there is nothing to call for
+            check_forward_mode(self.name, chosen)
+        return chosen
 
     def judge(
         self, tensors: Sequence[Any], options: Mapping[str, Any], cu_seqlens: Tensor | None = None
@@ -416,17 +431,20 @@ class Op:
         Returns:
             The outputs, a tuple if there are several.
         """
-        # a record is for calls that may want gradients, whatever this one does
-        traced = not torch.compiler.is_compiling() and torch._C._is_tracing()
-        library = traced or innermost_transform() is not None
+        compiling = torch.compiler.is_compiling()
+        traced = not compiling and torch._C._is_tracing()
+        mapped = innermost_transform() is not None
+        # a record is for calls that may want gradients, whatever this one does, and vmap's tensors
+        # do not tell who wants them
         sloped = self.gradients and (traced or torch.is_grad_enabled())
-        save = library and sloped  # vmap's tensors do not tell who wants gradients
-        library = library or needs_library(tensors[0])
+        save = sloped and (traced or mapped)
+        # graphs and transforms see one op of torch.library; else a call saves its overhead
+        library = compiling or traced or mapped or torch._C._get_dispatch_mode(_PROXY) is not None
         for x in tensors:
             if x is not None:
                 save = save or (sloped and x.requires_grad)
                 # kernels read memory: of wrappers there is none, and negation may be yet to come
-                library = library or type(x) not in _PLAIN or x.is_neg()
+                library = library or type(x) not in _PLAIN or x.is_meta or x.is_neg()
         library = library or (save and watched())
         arguments = tensors if self.packing is None else (*tensors, offsets)
         if self.saved is not None:
@@ -578,9 +596,9 @@ class Op:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.given)
         # with gradients enabled somebody wants those of gradients, which that op refuses
-        library = torch.is_grad_enabled() or watched()
+        library = torch.is_grad_enabled() or watched() or is_traced()
         for x in grads:
-            if x is not None and (needs_library(x) or batched_gradient(x)):
+            if x is not None and (type(x) not in _PLAIN or x.is_meta or batched_gradient(x)):
                 library = True
         run = self._backward if library else self._run_backward
         found = run(*grads, *ctx.saved_tensors, *ctx.options)
@@ -614,20 +632,6 @@ def accumulator(x: Tensor) -> torch.dtype:
 def watched() -> bool:
     """Tell whether a transform of ``torch.func`` or a dispatch mode wants to see what is done."""
     return transformed() or bool(torch._C._len_torch_dispatch_stack())
-
-
-def needs_library(x: Tensor) -> bool:
-    """Tell whether a call must go through ``torch.library`` even without gradients.
-
-    Tracers and tensor subclasses need it; a plain eager call saves its overhead.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.device.type == "meta"
-        or torch._C._is_tracing()
-        or torch._C._get_dispatch_mode(_PROXY) is not None  # make_fx
-    )
 
 
 def contiguous(x: Tensor) -> Tensor:

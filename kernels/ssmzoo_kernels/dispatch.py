@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.autograd import forward_ad
 
-from ssmzoo_kernels.validation import batched_gradient, transformed
+from ssmzoo_kernels.validation import batched_gradient, innermost_transform
 
 Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
 
@@ -113,7 +113,7 @@ def is_plain(x: torch.Tensor) -> bool:
         type(x) is torch.Tensor
         and not is_traced()
         and not torch._C._len_torch_dispatch_stack()
-        and not transformed()
+        and innermost_transform() is None
         and not batched_gradient(x)
         and forward_ad._current_level < 0
     )
@@ -134,50 +134,28 @@ def takes_kernels() -> bool:
     return forced_backend.get() in WITH_C
 
 
+# torch.compile cannot trace what is asked here (a context variable, a compiler); the
+# answer is fixed when a graph is traced
+@torch.compiler.assume_constant_result
 def choose(
-    op: str,
-    backend: Backend,
-    tensor: torch.Tensor,
-    offers: tuple[str, ...] = ALL,
-    *,
-    dtype: torch.dtype | None = None,
-    variant: str | None = None,
+    op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
 ) -> str:
     """Choose the backend of a call, forward and backward.
 
     Args:
         op: The op's name, which opens the messages.
         backend: What the caller asked for.
-        tensor: Where the op runs.
+        device: The type of device on which the tensors lie.
         offers: The backends that the op has; ``"eager"`` among them. It stands in for the device's
             own backend where the op has none, or where its C kernel cannot be built or loaded.
-        dtype: What the op computes in, where that is not the tensor's (at least float32).
-        variant: Which of the op's C kernels the call needs, where it has several.
+        kernel: What tells the op's C kernels apart, as its ``load`` takes it: what the call
+            computes in (at least float32) and, where there are several, the variant.
 
     Raises:
         ValueError: No backend of that name, the tensors lie on the wrong device for it, or a
             setting of the C kernels is wrong.
         RuntimeError: The machine lacks what a backend needs that was asked for by name.
-        NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    kernel = (dtype or tensor.dtype,) if variant is None else (dtype or tensor.dtype, variant)
-    chosen = _decide(op, backend, tensor.device.type, offers, kernel)
-    # whether somebody computes forward-mode derivatives
-    dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
-    if chosen != "reference" and dual:
-        raise NotImplementedError(
-            f"{op}: backend {chosen!r} has no forward-mode derivative; inside a dual level, or "
-            'torch.func.jvp, take backend="reference", or ssmzoo_kernels.use_backend("reference")'
-        )
-    return chosen
-
-
-# torch.compile cannot trace what is asked here (a context variable, a compiler); the
-# answer is fixed when a graph is traced
-@torch.compiler.assume_constant_result
-def _decide(
-    op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
-) -> str:
     if backend not in _NAMES:
         _check_name(op, backend)
     _offered[op] = offers

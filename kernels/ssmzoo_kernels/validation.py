@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # of our ops in torch.library; a copy of this module, as travels with a checkpoint, has its own
 NAMESPACE = (
@@ -77,6 +78,16 @@ def check_count(op: str, name: str, value: int, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     return value
+
+
+def check_forward_mode(op: str, backend: str) -> None:
+    """Fail where a forward-mode derivative is asked of another backend than the reference."""
+    dual = forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
+    if dual and backend != "reference":
+        raise NotImplementedError(
+            f"{op}: backend {backend!r} has no forward-mode derivative; inside a dual level, or "
+            'torch.func.jvp, take backend="reference", or ssmzoo_kernels.use_backend("reference")'
+        )
 
 
 @dataclass(frozen=True)

@@ -178,10 +178,8 @@ class LonghornMixer(LonghornScan):
         if self.config.directions != "forward":
             return None
         x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
-        u, _ = self.conv1d(x, None, None)
-        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)
-        exact = torch.promote_types(torch.float32, u.dtype)
-        u, k, q, dt = (t.detach().to(exact) for t in (u, k, q, self.dt_proj(dt)))
+        exact = torch.promote_types(torch.float32, x.dtype)
+        u, q, k, dt = (t.detach().to(exact) for t in self.scan_inputs(x, LayerState(), None))
         with torch.enable_grad():
             u.requires_grad_()
             o, _ = longhorn_scan(u, q, k, dt, self.dt_bias.detach(), transition=self.transition)

@@ -57,16 +57,16 @@ def language_model(name, layers):
 # asks for every token whether what has no program has changed, linear attention's norm whether it
 # is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them
 MOST = {
-    "longhorn": (60, 120),
-    "coffee": (75, 120),
-    "h3": (205, 267),
-    "s4": (171, 179),
-    "s5": (51, 190),
-    "dss": (103, 260),
-    "rtf": (119, 140),
-    "spacetime": (97, 135),
-    "bmojo": (250, 340),
-    "linear_attention": (84, 120),
+    "longhorn": (53, 108),
+    "coffee": (68, 108),
+    "h3": (197, 259),
+    "s4": (163, 171),
+    "s5": (49, 175),
+    "dss": (99, 252),
+    "rtf": (112, 128),
+    "spacetime": (93, 124),
+    "bmojo": (230, 156),
+    "linear_attention": (79, 108),
 }
 
 

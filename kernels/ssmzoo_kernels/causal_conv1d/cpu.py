@@ -48,17 +48,18 @@ def forward(
     activation: str | None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs ``[T, D]`` and the last K - 1 inputs of every segment, in x's dtype."""
-    tensors = _prepare(x, weight, bias, initial_state)
-    exact = tensors[0].dtype
+    exact = accumulator(x)
+    kept, given = _prepare(x, weight, bias, initial_state, offsets, activation, exact)
     (tokens, width), taps = x.shape, weight.shape[1]
     out = torch.empty((tokens, width), dtype=exact, device="cpu")
     final_state = torch.empty((offsets.shape[0] - 1, taps - 1, width), dtype=exact, device="cpu")
     failed = load(exact).conv_forward(
-        _inputs(tensors, offsets, activation),
+        given,
         out.data_ptr(),
         final_state.data_ptr(),
         torch.get_num_threads() if tokens * width > native.ONE_THREADS_WORK else 1,
     )
+    del kept  # until the kernel had read them
     if failed:
         raise MemoryError("causal_conv1d: no memory for a list of spans")
     return out.to(x.dtype), final_state.to(x.dtype)
@@ -75,8 +76,8 @@ def backward(
     activation: str | None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias and initial state, None where one was absent."""
-    tensors = _prepare(x, weight, bias, initial_state)
-    exact = tensors[0].dtype
+    exact = accumulator(x)
+    kept, given = _prepare(x, weight, bias, initial_state, offsets, activation, exact)
     (tokens, width), taps = x.shape, weight.shape[1]
     grad_x = torch.empty((tokens, width), dtype=exact, device="cpu")
     grad_weight = torch.empty((width, taps), dtype=exact, device="cpu")
@@ -94,40 +95,35 @@ def backward(
         0 if grad_out is None else grad_out.stride(0),
         *native.addresses((grad_x, grad_weight, grad_bias, grad_initial)),
     )
-    failed = load(exact).conv_backward(
-        _inputs(tensors, offsets, activation), gradients, native.threads(tokens * width)
-    )
+    failed = load(exact).conv_backward(given, gradients, native.threads(tokens * width))
+    del kept
     if failed:
         raise MemoryError("causal_conv1d: no memory for the spans' partial sums")
     return grad_x, grad_weight, grad_bias, grad_initial
 
 
-_Prepared = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-
-
 def _prepare(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
-) -> _Prepared:
-    """Return the inputs as the kernel reads them, copying only what must be."""
-    exact = accumulator(x)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    offsets: Tensor,
+    activation: str | None,
+    exact: torch.dtype,
+) -> tuple[tuple[Tensor | None, ...], _Inputs]:
+    """Return the inputs as the kernel reads them, copying only what must be, and their places."""
     # a state in another dtype is history in x's dtype first, as the reference keeps it
-    history = None if initial_state is None else initial_state.to(x.dtype)
+    if history is not None:
+        history = history.to(x.dtype).to(exact).contiguous()
     # no calls of ours: at one token, calls are what its time goes into
     if x.dtype is not exact:
         x = x.to(exact)
     if x.stride(1) != 1:
         x = x.contiguous()
-    return (
-        x,
-        weight.to(exact).contiguous(),
-        None if bias is None else bias.to(exact).contiguous(),
-        None if history is None else history.to(exact).contiguous(),
-    )
-
-
-def _inputs(tensors: _Prepared, offsets: Tensor, activation: str | None) -> _Inputs:
-    x, weight, bias, history = tensors
-    return _Inputs(
+    weight = weight.to(exact).contiguous()
+    if bias is not None:
+        bias = bias.to(exact).contiguous()
+    return (x, weight, bias, history), _Inputs(
         x.data_ptr(),
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),

@@ -20,6 +20,7 @@ from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
     Packing,
     check_count,
+    check_forward_mode,
     check_leading,
     check_tensor,
     segment_offsets,
@@ -439,7 +440,8 @@ def _check_series(
 
 def _judged(op: str, backend: Backend, like: Tensor) -> bool:
     """Tell whether the loop of the reference is asked for, and note what runs."""
-    chosen = choose(op, backend, like, ("reference", "eager"))
+    chosen = choose(op, backend, like.device.type, ("reference", "eager"), (like.dtype,))
+    check_forward_mode(op, chosen)
     record(op, chosen)
     return chosen == "reference"
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ssmzoo_kernels.declaration import Choice, Op, needs_library
-from ssmzoo_kernels.dispatch import Backend, record
+from ssmzoo_kernels.declaration import Choice, Op, watched
+from ssmzoo_kernels.dispatch import Backend, is_traced, record
 from ssmzoo_kernels.feedback_scan import reference, vmap
 from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
 from ssmzoo_kernels.feedback_scan.newton import (
@@ -21,7 +21,7 @@ from ssmzoo_kernels.feedback_scan.newton import (
 )
 from ssmzoo_kernels.feedback_scan.reference import Gate
 from ssmzoo_kernels.scan import saved_states
-from ssmzoo_kernels.validation import Packing, transformed
+from ssmzoo_kernels.validation import Packing
 
 OP = "feedback_scan"
 SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
@@ -187,7 +187,7 @@ def feedback_scan(
         max_iterations=max_iterations,
         damping=damping,
     )
-    if u.device.type == "cpu" and not (needs_library(u) or transformed()):
+    if type(u) is Tensor and u.is_cpu and not (is_traced() or watched()):
         inputs = {"lam": lam, "w": w, "C": C, "w_gamma": w_gamma, "D": D}
         inputs |= {"u": u, "drive": drive, "initial_state": initial_state}
         _check_values(inputs, final_state)

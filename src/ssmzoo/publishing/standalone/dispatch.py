@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from torch.autograd import forward_ad
 
 Backend = Literal["auto", "reference", "eager", "cpu", "triton"]
 
@@ -45,35 +44,17 @@ def takes_kernels() -> bool:
     return False
 
 
+# torch.compile cannot trace the log; the answer is fixed when a graph is traced
+@torch.compiler.assume_constant_result
 def choose(
-    op: str,
-    backend: Backend,
-    tensor: torch.Tensor,
-    offers: tuple[str, ...] = ALL,
-    *,
-    dtype: torch.dtype | None = None,
-    variant: str | None = None,
+    op: str, backend: Backend, device: str, offers: tuple[str, ...], kernel: tuple[object, ...]
 ) -> str:
     """Return the backend that a call shall take: ``"eager"`` unless the reference is asked for.
 
     Raises:
         ValueError: No backend of that name.
         RuntimeError: One that only ssmzoo has.
-        NotImplementedError: A forward-mode derivative is asked of another than the reference.
     """
-    chosen = _decide(op, backend, offers)
-    compiling = torch.compiler.is_compiling()
-    if chosen != "reference" and not compiling and forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            f"{op}: backend {chosen!r} has no forward-mode derivative, as a dual level or "
-            'torch.func.jvp asks for; backend="reference" has it'
-        )
-    return chosen
-
-
-# torch.compile cannot trace the log; the answer is fixed when a graph is traced
-@torch.compiler.assume_constant_result
-def _decide(op: str, backend: Backend, offers: tuple[str, ...]) -> str:
     if backend not in get_args(Backend):
         raise ValueError(
             f"{op}: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}"

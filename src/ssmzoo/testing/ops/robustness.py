@@ -165,7 +165,7 @@ class Robustness(Calls):
             n: x if x is None or helpers.is_integer(x) else change(x) for n, x in leaves.items()
         }
         # a plain call would not be registered
-        always = mock.patch.object(declaration, "needs_library", return_value=True)
+        always = mock.patch.object(declaration, "_PLAIN", ())
         with always, Watch(self.declaration) as watch:
             found = self.run(given, case, **options)
             if sloped:
