@@ -65,10 +65,10 @@ def modes_of(
     weight: Tensor,  # [C, H, N, 2]
     *,
     variant: str,
-    norm_length: int | None = None,
-    eps: float = 0.0,
-    conjugate_pairs: bool = False,
-    legacy_detached_shift: bool = False,
+    norm_length: int,
+    eps: float,
+    conjugate_pairs: bool,
+    legacy_detached_shift: bool,
 ) -> Modes:
     """Return the modes of a layer.
 
@@ -81,7 +81,7 @@ def modes_of(
         log_dt: Logarithms of the time steps.
         weight: W in pairs of real numbers.
         variant: ``kernel_variant`` of the configuration.
-        norm_length: Positions that a softmax sums over; "softmax" needs it, the others ignore it.
+        norm_length: Positions that a softmax sums over; the other variants ignore it.
         eps: Added to the squared size of what "softmax" divides by.
         conjugate_pairs: Every mode stands for its conjugate too: a factor 2.
         legacy_detached_shift: The published code's gradient of growing modes, too large by
@@ -91,7 +91,6 @@ def modes_of(
     w = torch.view_as_complex(weight.to(torch.float64))
     grows = None
     if variant == "softmax":
-        assert norm_length is not None
         grows = eigenvalues.real > 0
         falling = torch.where(grows, -c, c)
         divisor = torch.expm1(falling * norm_length) * eigenvalues

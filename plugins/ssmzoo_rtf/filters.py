@@ -49,23 +49,10 @@ def initial_coefficients(
     return (2 * drawn - 1) / (order if init == "montel" else order**0.5)
 
 
-def from_taps(taps: Tensor, num_denominators: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(a, b, h0)`` of the filters with given finite impulse responses.
-
-    Args:
-        taps: The responses ``[D, n + 1]``, tap 0 first.
-        num_denominators: Rows of ``a``, all zero.
-    """
-    if taps.dim() != 2 or taps.shape[1] < 1:
-        raise ValueError(f"taps must have shape [D, n + 1], got {list(taps.shape)}")
-    a = taps.new_zeros(num_denominators, taps.shape[1] - 1)
-    return a, taps[:, 1:].clone(), taps[:, 0].clone()
-
-
 def montel(
     a: Tensor,  # [D_a, n]
     slack: Tensor,  # [D_a]
-    margin: float = 1e-3,
+    margin: float,
 ) -> Tensor:
     """Shrink each denominator until ``sum |a_i| < 1``, which puts all poles inside the unit disc.
 
@@ -77,10 +64,8 @@ def montel(
     Args:
         a: Unconstrained coefficients.
         slack: Learned distance from the boundary.
-        margin: Distance from the boundary that remains at zero slack; 0 is the paper's.
+        margin: Distance from the boundary that remains at zero slack, at least 0, the paper's.
     """
-    if margin < 0:
-        raise ValueError(f"margin must be at least 0, got {margin}")
     # near the boundary a gradient loses what points outward, nearly all of it
     exact, apart = a.double(), slack.double().abs()[:, None]
     total = exact.abs().sum(1, keepdim=True)

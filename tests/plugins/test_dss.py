@@ -514,7 +514,8 @@ def draw(growing, features=3, modes=4, channels=2, dtype=torch.float64):
 
 
 def filters(lam, log_dt, w, taps=11, **options):
-    options = {"variant": "softmax", "norm_length": taps, **options}
+    usual = {"variant": "softmax", "norm_length": taps, "eps": 0.0, "conjugate_pairs": False}
+    options = {**usual, "legacy_detached_shift": False, **options}
     return modes_of(torch.view_as_complex(lam), log_dt, w, **options).kernel(taps)
 
 
