@@ -77,11 +77,7 @@ class CoffeeConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "expand", "d_conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.newton_iters is not None and self.newton_iters < 1:
-            raise ValueError(f"newton_iters must be None or at least 1, got {self.newton_iters}")
+        self.check_counts("d_state", "expand", "d_conv", "newton_iters")
         if self.newton_tol is not None and not 0 < self.newton_tol < 1:
             raise ValueError(
                 f"newton_tol must be None, or above 0 and below 1, got {self.newton_tol}"

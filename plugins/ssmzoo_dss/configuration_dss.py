@@ -73,16 +73,9 @@ class DSSConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("kernel_norm_length", "max_kernel_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("d_state", "channels", "kernel_norm_length", "max_kernel_length")
         self.check_time_steps(self.dt_min, self.dt_max)
-        if not 0 <= self.softmax_eps < float("inf"):
-            raise ValueError(f"softmax_eps must be at least 0, got {self.softmax_eps}")
+        self.check_finite("softmax_eps")
         norm, cap = self.kernel_norm_length, self.max_kernel_length
         if self.kernel_variant == "softmax" and (cap or 0) > (norm or cap or 0):
             raise ValueError(

@@ -66,12 +66,8 @@ class LinearAttentionConfig(SSMConfig):
     def check(self) -> None:
         """Check that sizes are at least 1, and that the fields fit each other."""
         super().check()
-        for name in ("num_heads", "head_k_dim", "head_v_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_key_heads", "d_conv", "decay_rank", "gate_rank"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {getattr(self, name)}")
+        self.check_counts("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
+        self.check_counts("d_conv", "decay_rank", "gate_rank")
         tau, depends = self.gate_logit_normalizer, self.decay in ("scalar", "channel")
         softplus, unit = self.decay == "scalar" and tau is None, self.feature_map == "silu_l2"
         # by field: what it needs of others, and whether it has it

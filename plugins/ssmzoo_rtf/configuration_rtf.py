@@ -84,24 +84,15 @@ class RTFConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "d_conv", "implicit_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_denominators", "mixer_rank", "trunc_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("d_state", "num_denominators", "mixer_rank", "trunc_len")
+        self.check_counts("d_conv", "implicit_width")
+        self.check_probabilities("mixer_dropout")
+        self.check_finite("constraint_margin")
         if self.hidden_size % self.denominators:
             raise ValueError(
                 "num_denominators must divide hidden_size, so that each serves equally many "
                 f"features, got {self.denominators} and {self.hidden_size}"
             )
-        if not 0 <= self.mixer_dropout < 1:
-            raise ValueError(
-                f"mixer_dropout must be at least 0 and below 1, got {self.mixer_dropout}"
-            )
-        if not 0 <= self.constraint_margin < float("inf"):
-            raise ValueError(f"constraint_margin must be at least 0, got {self.constraint_margin}")
         if self.legacy_double_h0 and self.block != "hyena":
             raise ValueError(f"legacy_double_h0 belongs to block='hyena', got block={self.block!r}")
         if self.mixer_rank is not None and self.block != "hyena":

@@ -54,8 +54,7 @@ class S5Config(SSMConfig):
         """Fail unless the fields fit each other."""
         super().check()
         order, blocks = self.d_state, self.blocks
-        if order < 1 or blocks < 1:
-            raise ValueError(f"d_state and blocks must be at least 1, got {order} and {blocks}")
+        self.check_counts("d_state", "blocks")
         if self.variant == "s5" and order % (2 * blocks):
             raise ValueError(
                 "d_state must be a multiple of 2 * blocks, because modes come in pairs, "

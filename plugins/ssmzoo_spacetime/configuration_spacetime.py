@@ -32,8 +32,7 @@ class SpaceTimeConfig(SSMForecastingConfig):
         """Fail unless the fields fit each other."""
         super().check()
         width, kernels = self.hidden_size, self.n_kernels
-        if self.d_state < 1:
-            raise ValueError(f"d_state must be at least 1, got {self.d_state}")
+        self.check_counts("d_state")
         if kernels is not None and (kernels < 1 or width % kernels):
             raise ValueError(f"n_kernels must be None or divide hidden_size {width}, got {kernels}")
         if self.preprocess and (self.norm_type != "none" or not self.residual or width % 8):

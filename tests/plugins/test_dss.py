@@ -876,7 +876,7 @@ def test_dropout_takes_whole_features_of_a_sequence():
         ({"max_kernel_length": -3}, "max_kernel_length must be None or at least 1, got -3"),
         ({"dt_min": 0.2}, "dt_min and dt_max must .* got 0.2 and 0.1"),
         ({"dt_min": 0.0}, "must be positive"),
-        ({"softmax_eps": -1.0}, "softmax_eps must be at least 0, got -1.0"),
+        ({"softmax_eps": -1.0}, "softmax_eps must be at least 0 and finite, got -1.0"),
         ({**FIXED, "max_kernel_length": 25}, "must not exceed kernel_norm_length.*got 25 and 24"),
         (
             {"kernel_variant": "exp_re_im", "lambda_init": "lin"},

@@ -282,14 +282,8 @@ class SSMConfig(PreTrainedConfig):
         Raises:
             ValueError: A field out of its range.
         """
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "patch_size", "num_channels")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("intermediate_size", "input_channels", "image_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+        self.check_counts("input_channels", "image_size", "patch_size", "num_channels")
         if self.image_size is not None and self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size must divide image_size, got {self.patch_size} and {self.image_size}"
@@ -299,19 +293,60 @@ class SSMConfig(PreTrainedConfig):
                 "give one of image_size and input_channels, the model's inputs, got both: "
                 f"{self.image_size} and {self.input_channels}"
             )
-        for name in ("dropout", "embedding_dropout", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
-                )
+        self.check_probabilities("dropout", "embedding_dropout", "drop_path_rate")
         if self.drop_path_rate and not self.residual:
             raise ValueError(
                 "drop_path_rate must be 0 where residual is False, as nothing would be left of a "
                 f"sequence, got {self.drop_path_rate}"
             )
-        for name in ("rms_norm_eps", "initializer_range"):
+        self.check_finite("rms_norm_eps", "initializer_range")
+
+    def check_counts(self, *names: str) -> None:
+        """Fail unless fields are at least 1, or None where that is allowed.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        types = {field.name: field.type for field in dataclasses.fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                rule = "None or at least 1" if type(None) in get_args(types[name]) else "at least 1"
+                raise ValueError(f"{name} must be {rule}, got {value}")
+
+    def check_probabilities(self, *names: str) -> None:
+        """Fail unless fields are at least 0 and below 1.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        for name in names:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
+
+    def check_finite(self, *names: str) -> None:
+        """Fail unless fields are at least 0 and finite.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        for name in names:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+
+    def rank_of(self, dt_rank: int | str) -> int:
+        """Return the rank of a family's time steps, ``ceil(hidden_size / 16)`` for "auto".
+
+        Raises:
+            ValueError: It is neither "auto" nor at least 1.
+        """
+        if dt_rank == "auto":
+            return math.ceil(self.hidden_size / 16)
+        if isinstance(dt_rank, str) or dt_rank < 1:
+            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {dt_rank!r}")
+        return dt_rank
 
     def check_time_steps(self, low: float, high: float) -> None:
         """Fail unless the initial time steps ``dt_min`` and ``dt_max`` of a family are right.

@@ -1,6 +1,5 @@
 """The head that foretells the values that follow a series."""
 
-import math
 from typing import Any
 
 import torch
@@ -35,13 +34,9 @@ class SSMForecastingConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        if self.horizon < 1:
-            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
-        drop, weight = self.mixer_dropout, self.open_loop_weight
-        if not 0 <= drop < 1:
-            raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"open_loop_weight must be at least 0 and finite, got {weight}")
+        self.check_counts("horizon")
+        self.check_probabilities("mixer_dropout")
+        self.check_finite("open_loop_weight")
 
 
 class SSMDecoder(SSMMixer):
