@@ -181,6 +181,3 @@ class BMojoConfig(SSMConfig):
     def step_rank(self) -> int:
         """``dt_rank`` with "auto" worked out."""
         return self.rank_of(self.dt_rank)
-
-
-__all__ = ["MIXER_TYPES", "BMojoConfig"]

@@ -142,6 +142,3 @@ class CoffeeConfig(SSMConfig):
     def d_inner(self) -> int:
         """E, the recurrence's width."""
         return self.hidden_size if self.block == "bare" else self.expand * self.hidden_size
-
-
-__all__ = ["CoffeeConfig"]

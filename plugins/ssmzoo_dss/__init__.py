@@ -187,14 +187,3 @@ FAMILY = Family(
     lora_targets=("out_proj",),
     converter=Converter(DSSForSequenceClassification, from_official, to_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "DSSConfig",
-    "DSSForCausalLM",
-    "DSSForImageClassification",
-    "DSSForPairClassification",
-    "DSSForSequenceClassification",
-    "DSSForTokenClassification",
-    "DSSModel",
-]

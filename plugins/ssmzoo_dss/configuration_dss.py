@@ -98,6 +98,3 @@ class DSSConfig(SSMConfig):
         """Whether the kernel is the same however long the input is."""
         free = self.kernel_norm_length is None and self.max_kernel_length is None
         return self.kernel_variant != "softmax" or not free
-
-
-__all__ = ["DSSConfig"]

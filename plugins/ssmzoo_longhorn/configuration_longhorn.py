@@ -72,6 +72,3 @@ class LonghornConfig(SSMConfig):
     def step_rank(self) -> int:
         """R, ``dt_rank`` with "auto" worked out."""
         return self.rank_of(self.dt_rank)
-
-
-__all__ = ["LonghornConfig"]

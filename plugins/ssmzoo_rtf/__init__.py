@@ -176,14 +176,3 @@ FAMILY = Family(
     lora_targets=("in_proj", "down_proj", "out_proj"),
     converter=Converter(RTFForCausalLM, from_official, to_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "RTFConfig",
-    "RTFForCausalLM",
-    "RTFForImageClassification",
-    "RTFForPairClassification",
-    "RTFForSequenceClassification",
-    "RTFForTokenClassification",
-    "RTFModel",
-]

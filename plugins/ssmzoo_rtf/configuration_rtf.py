@@ -191,6 +191,3 @@ class RTFConfig(SSMConfig):
         if self.filter == "implicit" or self.kernel_mode == "exact" or self.trunc_len is None:
             return None
         return self.trunc_len + self.trunc_len % 2
-
-
-__all__ = ["RTFConfig"]

@@ -360,12 +360,3 @@ def _stacked(first: Tensor, second: Tensor) -> Tensor:
     length = max(first.shape[1], second.shape[1])
     missing = [x.new_zeros(len(x), length - x.shape[1], *x.shape[2:]) for x in (first, second)]
     return torch.cat([torch.cat([first, missing[0]], 1), torch.cat([second, missing[1]], 1)])
-
-
-__all__ = [
-    "SSMForImageClassification",
-    "SSMForPairClassification",
-    "SSMForSequenceClassification",
-    "SSMForTokenClassification",
-    "pool",
-]

@@ -49,6 +49,3 @@ class Trajectories:
     tokens: Tensor
     paths: Tensor
     landmarks: Tensor
-
-
-__all__ = ["Dynamics", "Trajectories"]

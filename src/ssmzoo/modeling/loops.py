@@ -43,6 +43,3 @@ def scan(
         carried, made = step(carried, given)
         outputs.append(made)
     return [*carried], [torch.stack(x) for x in zip(*outputs, strict=True)]
-
-
-__all__ = ["scan"]
