@@ -94,7 +94,7 @@ class BMojoConfig(SSMConfig):
         super().__post_init__(**kwargs)
 
     def complete(self) -> None:
-        """Work out what was left open."""
+        """Fill in fields that follow from others."""
         pattern = [self.mixer_types] if isinstance(self.mixer_types, str) else self.mixer_types
         if pattern and len(pattern) < self.num_hidden_layers:
             pattern = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]

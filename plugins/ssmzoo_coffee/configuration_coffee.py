@@ -22,10 +22,10 @@ class CoffeeConfig(SSMConfig):
         expand: "gated" only: the recurrence's width is ``expand * hidden_size``.
         d_conv: "gated" only: K, taps of the causal convolution.
         conv_bias: "gated" only: whether the convolution has a bias.
-        variant: What opens the gates. "coffee" is the paper's model; the others are its ablations:
-            "input_matrix" (Eq. 6) still has B, "no_feedback" looks at the input, "token_gate"
-            (Eq. 4) at the whole token with one gate a channel, "linear_feedback" leaves the sigmoid
-            out, and "s6" is Mamba's recurrence with the exact zero-order hold.
+        variant: The input of the gates. "coffee" is the paper's model; the others are its
+            ablations: "input_matrix" (Eq. 6) still has B, "no_feedback" looks at the input,
+            "token_gate" (Eq. 4) at the whole token with one gate a channel, "linear_feedback"
+            leaves the sigmoid out, and "s6" is Mamba's recurrence with the exact zero-order hold.
         lambda_param: "clamp" has lambda itself as the parameter, which optimizer steps must be
             followed by ``project_parameters``; "sigmoid" a number that is mapped into its range.
             "s6" has a map of its own.

@@ -13,7 +13,7 @@ from .modeling_dss import (
     DSSModel,
 )
 
-# what all of the paper's runs have in common
+# common to all of the paper's runs
 _PAPER = {
     "architectures": ["DSSForSequenceClassification"],
     "kernel_variant": "softmax",

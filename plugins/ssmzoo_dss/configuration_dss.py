@@ -14,10 +14,10 @@ class DSSConfig(SSMConfig):
     Attributes:
         d_state: N, complex modes per feature. A state space of order 64 with real matrices has 32
             pairs of these.
-        kernel_variant: What the modes may do. "exp" keeps all real parts negative; "exp_no_scale"
-            also leaves out the factor of the time step; "exp_re_im" keeps frequencies positive,
-            too; "clip" bounds real parts by 1e-4; "softmax" lets modes grow and divides each by its
-            sum over ``kernel_norm_length`` positions.
+        kernel_variant: Constraints on the modes. "exp" keeps all real parts negative;
+            "exp_no_scale" also leaves out the factor of the time step; "exp_re_im" keeps
+            frequencies positive, too; "clip" bounds real parts by 1e-4; "softmax" lets modes grow
+            and divides each by its sum over ``kernel_norm_length`` positions.
         lambda_init: Initial eigenvalues: those of HiPPO's normal part, ``-1/2 + i pi n``,
             ``-1/2 + i (2N / pi) (2N / (2n + 1) - 1)``, or random ones. With ``conjugate_pairs`` the
             first three are S4D-LegS, S4D-Lin and S4D-Inv.
@@ -31,9 +31,9 @@ class DSSConfig(SSMConfig):
         max_kernel_length: Taps a kernel is cut to; "softmax" then sums over these.
         channels: C, filters per feature; ``out_proj`` mixes them all.
         conjugate_pairs: Every mode stands for its conjugate too, as in S4D: a factor 2.
-        block: What follows the filters: "linear", GELU and a linear layer, or "glu", a GLU of twice
-            that layer, as in S4's later code.
-        bidirectional: A second set of filters looks at what comes later. No cache, no generation.
+        block: The layers after the filters: "linear", GELU and a linear layer, or "glu", a GLU of
+            twice that layer, as in S4's later code.
+        bidirectional: A second set of filters reads later inputs. No cache, no generation.
         legacy_detached_shift: The published code's gradient of growing modes, to reproduce its
             training: too large by ``kernel_norm_length - 1`` times the kernel.
         tie_dropout: Drop whole features of a sequence, also after the filter.

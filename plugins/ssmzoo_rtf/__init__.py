@@ -13,7 +13,7 @@ from .modeling_rtf import (
     RTFModel,
 )
 
-# what all of the paper's classifiers have in common
+# common to all of the paper's classifiers
 _LAYERS = {
     "block": "s4",
     "norm_type": "batch",

@@ -26,9 +26,9 @@ class RTFConfig(SSMConfig):
         kernel_mode: "exact" takes the power series of b/a, for inputs of any length; "truncated"
             its values on a grid, as the paper's code does, where no state is ever needed.
         trunc_len: M, the grid of the truncated mode, made even; the number of taps of implicit
-            filters. Inputs may be longer: what lies further back is not seen, however they come.
+            filters. Inputs may be longer; taps end there, also in chunks and single tokens.
         denominator_constraint: "l1_montel" keeps all poles inside the unit disc.
-        constraint_margin: What distance from the boundary the constraint keeps; 0 is the paper.
+        constraint_margin: Least distance from the boundary; 0 is the paper's.
         coefficient_init: How a and b, or the residues of modes, start: "zeros", "xavier", "montel"
             or "copying".
         h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
@@ -38,8 +38,9 @@ class RTFConfig(SSMConfig):
             recurrence if the infinite response has decayed to rounding by then, else from the last
             inputs. "recurrent": the infinite response that begins with these taps, for whole
             inputs too; decodes by recurrence.
-        mixer_dropout: Probability to drop what enters the filter ("hyena") or the gated map ("s4").
-        bidirectional: A second set of filters looks at what comes later. No cache, no generation.
+        mixer_dropout: Probability to drop inputs of the filter ("hyena") or of the gated map
+            ("s4").
+        bidirectional: A second set of filters reads later inputs. No cache, no generation.
         implicit_features: Inputs of the network of implicit filters: time, sines and cosines; odd.
         implicit_width: Its hidden width.
         implicit_layers: Its hidden layers between the first and the last.

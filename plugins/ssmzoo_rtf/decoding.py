@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling import LayerState, Sequences, right_aligned
+from ssmzoo.modeling import LayerState, Sequences, kernel_length, right_aligned
 from ssmzoo_kernels import (
     companion_scan,
     companion_step,
@@ -101,7 +101,7 @@ class Oscillations:
         return (self.residues * modes).real.sum(-1)
 
     def response(self, modes: Tensor, length: int) -> Tensor:
-        """Return what a state adds to the next outputs, ``[B, length, D]``."""
+        """Return the parts of the next outputs from a state, ``[B, length, D]``."""
         return vandermonde(self.residues * modes, self.exponent, length).transpose(1, 2)
 
     def after(
@@ -184,7 +184,7 @@ def by_recurrence(
         y = y.unsqueeze(1)
     else:
         a, b = filters.a, filters.b
-        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        taps = kernel_length(u, packing)
         inverse, kernel = filters.series(taps)
         past = None
         if ring is not None and position is not None:
@@ -207,14 +207,14 @@ def by_modes(
     if u.shape[1] == 1 and packing is None and modes is not None:
         assert owed is not None
         y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
-        # what it reads of the new state is for the next token
+        # its read-out of the new state belongs to the next token
         owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
     else:
         rows, lengths, tokens = None, None, u.shape[1]
         if packing is not None and (packing.rows is not None or modes is not None):
             rows = packing.aligned()
             u, lengths, packing = rows.gather(u), rows.lengths, None
-        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+        taps = kernel_length(u, packing)
         kernel = modal_kernel(filters.exponent, filters.residues, taps)
         y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         if modes is not None:

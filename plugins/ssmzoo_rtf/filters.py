@@ -16,7 +16,7 @@ from ssmzoo_kernels import rational_kernel
 
 Init = Literal["zeros", "xavier", "montel", "copying"]
 
-# what the authors' code adds to the sum it divides by
+# added to the divisor, as in the authors' code
 SMALLEST_SUM = 1e-6
 # units in the last place by which a sum of rounded terms may exceed the sum of their sizes
 ROUNDED = 8
@@ -59,14 +59,14 @@ def montel(
     ``a / ((1 + margin) sum |a| + |slack| + 1e-6)``: a reparametrisation, gradients flow to both. A
     fit drives the slack to zero where it wants slow decay; without a margin ``|a(z)|`` then comes
     arbitrarily near zero on the unit circle, with one it stays above ``margin / (1 + margin)``. The
-    sum stays below 1 as it rounds, too: what slack and margin leave of it is at least 8 eps.
+    sum stays below 1 as it rounds, too: the distance from 1 is at least 8 eps.
 
     Args:
         a: Unconstrained coefficients.
         slack: Learned distance from the boundary.
         margin: Distance from the boundary that remains at zero slack, at least 0, the paper's.
     """
-    # near the boundary a gradient loses what points outward, nearly all of it
+    # near the boundary a gradient loses its outward component, nearly all of it
     exact, apart = a.double(), slack.double().abs()[:, None]
     total = exact.abs().sum(1, keepdim=True)
     divisor = (1 + margin) * total + apart + SMALLEST_SUM
@@ -81,7 +81,7 @@ def deployed_numerator(
 ) -> tuple[Tensor, Tensor]:
     """Turn numerators trained on a grid into those of the infinite response.
 
-    What the truncated kernel k optimises is ``C (I - A^M)``, M the grid's size. The recurrence
+    Training on the truncated kernel k fits ``C (I - A^M)``, M the grid's size. The recurrence
     ``k[m] = b_m - sum a_i k[m - i]`` of its taps 1..n gives the numerator back without a matrix,
     also with poles outside the disc. Computed in float64.
 
@@ -116,7 +116,7 @@ def ends_within(
     response = rational_kernel(a.double(), b.double(), 2 * length)
     rest, all_of_it = response[:, length:].norm(dim=1), response.norm(dim=1)
     rounding = torch.finfo(b.dtype).eps * math.log2(4 * length)
-    # what overflows compares as inf and nan
+    # overflows compare as inf and nan
     silent = (rest <= rounding * all_of_it) & all_of_it.isfinite()
     return silent.view(a.shape[0], -1).all(1)
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-# what is left of a tap where its window has fallen by its share
+# the window's value after its share of the filter's length
 TARGET = 1e-2
 
 

@@ -30,6 +30,8 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     hippo_legs,
+    is_step,
+    kernel_length,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
@@ -73,8 +75,10 @@ class S4Mixer(SSMMixer):
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
         self._table.refresh(hidden_states, state)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        one = u.shape[1] == 1 and packing is None and not torch.is_grad_enabled()
-        y = self._step(u[:, 0], state) if one and state.initial else self._filter(u, state, packing)
+        if is_step(u, state, packing):
+            y = self._step(u[:, 0], state)
+        else:
+            y = self._filter(u, state, packing)
         if self.config.block == "filter":
             return y.to(hidden_states.dtype)
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
@@ -98,7 +102,7 @@ class S4Mixer(SSMMixer):
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
     def _filter(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
-        """Filter whole sequences, or what follows a state; leave the state after them."""
+        """Filter whole sequences, or tokens behind a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
         if packing is not None and (keeps or packing.rows is not None):
@@ -109,7 +113,7 @@ class S4Mixer(SSMMixer):
             y, x = self._march(u, x, None if rows is None else rows.lengths)
             state.put_row("ssm", torch.view_as_real(x))
         else:
-            taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
+            taps = kernel_length(u, packing)
             kernel = self.system().filters(taps)[0]
             past, *later = kernel.to(u.dtype).split(u.shape[2])
             future = later[0] if later else None
@@ -119,8 +123,8 @@ class S4Mixer(SSMMixer):
     def _march(self, u: Tensor, x: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Filter ``[B, L, H]`` from a state ``[B, H, N]``, and return the state after it, too.
 
-        Span by span: what takes a state in and leaves one has filters of its own, which are then no
-        longer than a span. Rows may have other lengths ``[B]``.
+        Span by span: to continue from a state and leave one takes further filters, which are then
+        no longer than a span. Rows may have other lengths ``[B]``.
         """
         spans = [u] if torch.compiler.is_compiling() else u.split(SPAN, dim=1)
         taps = max(1, spans[0].shape[1])
@@ -158,7 +162,7 @@ class S4Mixer(SSMMixer):
         return (y - echo * w)[:, None]
 
     def _tables(self) -> list[Tensor]:
-        """Return what a token multiplies: decay and the rest of the system; echo's tap 0, [H]."""
+        """Return the factors of a step: decay, the rest of the system, and echo's tap 0, [H]."""
         exponent, *rest = self.system()
         exact = torch.promote_types(torch.complex64, self.C.dtype)
         decay, drive, feedback, probe, readout = (x.to(exact) for x in (exponent.exp(), *rest))

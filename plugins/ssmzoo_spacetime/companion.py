@@ -21,7 +21,7 @@ def transfer_function(a: Tensor, B: Tensor, *readouts: Tensor) -> list[Tensor]:
     All are ``[K, d]``: ``alpha(z) = det(1 - A / z) = 1 + sum_i alpha_i z^-i`` with a in reverse,
     ``beta(z) = sum_i beta_i z^-i``, i = 1 .. d. Numerators cost O(d log d): by Woodbury's identity,
     as in the paper's Algorithm 1, they are ``<C, B> alpha + <C, a> <e, B>`` with
-    ``<x, y> = x (z - S)^-1 y``, where what stands behind ``z^-d`` cancels.
+    ``<x, y> = x (z - S)^-1 y``, where terms behind ``z^-d`` cancel.
     """
     order = a.shape[-1]
     size, alpha = 2 * order, -a.flip(-1)

@@ -32,6 +32,8 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
+    is_step,
+    kernel_length,
     recurrent,
 )
 from ssmzoo_kernels import (
@@ -92,7 +94,7 @@ class SpaceTimeMixer(SSMMixer):
         mixed = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
         if self.config.block == "glu":
             mixed, y = F.glu(mixed, dim=-1), 0
-        # the block adds its input, where the paper adds what the fixed filters made of it
+        # the block adds its input, the paper the output of the fixed filters
         return (mixed + y + (u - x) if self.preprocesses else mixed + y).to(hidden_states.dtype)
 
     def write_token(
@@ -114,12 +116,14 @@ class SpaceTimeMixer(SSMMixer):
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return denominators and numerators ``[K, d]`` and direct gains ``[H]``; float64."""
         alpha, beta = transfer_function(unit(self.a), self.B.double(), self.C.double())
-        now = beta[:, :1]  # C B, what a token sees of itself; the rest is read before the update
+        now = beta[
+            :, :1
+        ]  # C B, a token's effect on its own output; the rest is read before the update
         b = F.pad(beta[:, 1:], (0, 1)) - now * alpha
         return alpha, b, self.D.double() + now[:, 0].repeat_interleave(self.heads)
 
     def tables(self) -> list[Tensor]:
-        """Return what a token multiplies: every feature's a and b, ``[H, d]``, and gains."""
+        """Return the factors of a step: every feature's a and b, ``[H, d]``, and gains."""
 
         def make() -> list[Tensor]:
             exact = torch.promote_types(torch.float32, self.a.dtype)
@@ -143,14 +147,13 @@ class SpaceTimeMixer(SSMMixer):
     def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
-        goes_on = packing is None and not torch.is_grad_enabled()
-        if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
+        if is_step(u, state, packing) and ring is not None and position is not None:
             inplace = not torch.compiler.is_compiling()
             step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            taps = u.shape[1] if packing is None else packing.kernel_length()
+            taps = kernel_length(u, packing)
             kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             if not state.keep:
                 return fft_conv(u, kernel, gain, cu_seqlens=packing)[0]
@@ -166,7 +169,7 @@ class SpaceTimeMixer(SSMMixer):
 
 
 class SpaceTimeDecoder(SSMDecoder):
-    """Foretell by a closed loop, ``K x[t-1]`` for ``u[t]``; all vectors have 1-norms of 1."""
+    """Forecast by a closed loop, ``K x[t-1]`` for ``u[t]``; all vectors have 1-norms of 1."""
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys("aBCK", "ssm")
 
