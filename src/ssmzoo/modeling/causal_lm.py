@@ -94,9 +94,9 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             logits_to_keep: Only the last so many positions get logits (0: all), or these indices.
             **inputs: Other arguments of :meth:`SSMModel.forward`. For the loss
                 ``shift_labels [B, L]``, the token after each position, or -100, taken as they are
-                in place of ``labels``; and ``num_items_in_batch``, all that Trainer counts in a
-                step, of which this call's share of first tokens that nothing predicts is taken
-                off: exact where all calls of the step have the same share.
+                in place of ``labels``; and ``num_items_in_batch``, the tokens that Trainer counts
+                in a step. This call's share of sequences' first tokens, which nothing predicts, is
+                subtracted from it: exact if all calls of the step have the same share.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]``, ``cache``.

@@ -361,7 +361,7 @@ def _mask_of_padding(input_ids: Tensor, pad: int | None) -> Tensor | None:
 def _stacked(first: Tensor, second: Tensor) -> Tensor:
     """Return both as one batch of ``[2 * B, L, ...]``, the shorter with zeros behind it.
 
-    As token ids these are read but never counted.
+    Zeros are valid token ids; the masks mark them as padding.
     """
     length = max(first.shape[1], second.shape[1])
     missing = [x.new_zeros(len(x), length - x.shape[1], *x.shape[2:]) for x in (first, second)]

@@ -34,8 +34,8 @@ class SSMHead(SSMPreTrainedModel):
     def of(cls, model_class: type[SSMModel], **body: Any) -> type[Self]:
         """Return a family's class of this head: ``ToyForCausalLM = SSMForCausalLM.of(ToyModel)``.
 
-        Its name is the family's and the head's, its module the backbone's, where it must stand
-        under that name; it loads and draws weights as the backbone's first base does.
+        It is named after family and head, and must be an attribute of the backbone's module under
+        that name. The backbone's first base, which loads and draws weights, is its first, too.
 
         Args:
             model_class: The family's backbone.

@@ -98,8 +98,8 @@ class Sequences(Packing):
     def aligned(self, *, tight: bool = False) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 
-        They are as long as the longest sequence or, where it would have to be looked up in a
-        graph, as the whole row.
+        They are as long as the longest sequence or, in a graph, which cannot look it up, as the
+        whole row.
 
         Args:
             tight: Whether the longest is looked up for a padded batch, too, which otherwise stays
@@ -274,9 +274,9 @@ def _all(mask: Tensor) -> bool:
 
 
 def _tokens_first(mask: Tensor) -> Tensor | None:
-    """Return the columns of a mask ``[B, L]``, tokens before padding; None: no token is between.
+    """Return a mask's columns ``[B, L]``, tokens first; None: no padding lies between tokens.
 
-    In a graph, where nobody looks, always.
+    A graph, which cannot look at the mask, always gets columns.
     """
     if mask.shape[1] == 1:
         return None

@@ -253,7 +253,7 @@ class SSMPreTrainedModel(PreTrainedModel):
                 decays = parameter.dim() >= 2 and parameter not in spared
                 key = named.get(parameter, ""), alone.get(parameter, ""), decays
                 found[key]["params"].append(parameter)
-        # a family's groups may hold nothing of one kind, the two usual ones are always there
+        # leave out empty groups of families; the two usual ones are always there
         return [g for (group, name, _), g in found.items() if g["params"] or not (group or name)]
 
     def _check_groups(

@@ -288,7 +288,7 @@ def _fresh(model: Any, backbone: Any) -> StateAdapter:
             f"a state adapter needs a layer with a recurrent state of real numbers, and {name} has "
             "none: its layers keep keys and values of tokens alone"
         )
-    # as it reads in a file, which has no infinity
+    # in the form that it has in a file: JSON has no infinity
     signature = json.dumps(backbone.cache_class.signature(config), default=str)
     base = json.loads(signature, parse_constant=str)
     adapter = StateAdapter(base, config, states, counters)

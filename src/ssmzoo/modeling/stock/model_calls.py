@@ -88,7 +88,7 @@ class ModelCalls:
             else:
                 with mixers_with(packing, call.passing):
                     output = self._read(given)
-        # whose class may know both
+        # an output's class may have both names
         if asked and isinstance(output, ModelOutput) and not hasattr(type(output), asked):
             output[asked] = output.get(self.cache_argument)
         return output

@@ -139,7 +139,7 @@ def inputs_of(given: Mapping[str, Any]) -> Any:
 def padding_of(given: Mapping[str, Any], inputs: Tensor) -> Sequences | None:
     """Return a call's padding as sequences of their own; None: it has none.
 
-    In a graph, where nobody looks, several tokens with a mask always have.
+    A graph cannot look at the mask: there several tokens with a mask count as padded.
     """
     mask, (batch, length) = given.get("attention_mask"), inputs.shape[:2]
     if isinstance(mask, dict):  # as generate makes them for caches of one size
