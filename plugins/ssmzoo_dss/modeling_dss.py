@@ -35,7 +35,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
-    is_step,
     recurrent,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv
@@ -120,11 +119,12 @@ class DSSMixer(SSMMixer):
             )
         self._tables.refresh(hidden_states, state)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        if is_step(u, state, packing):
+        continues = len(state.initial) > 0
+        if continues and u.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
             y = self._step(u[:, 0], state)
         elif state.keep and self.config.max_kernel_length is not None:
             y = self._convolve_with_inputs(u, state, packing)
-        elif packing is None or (packing.rows is None and not state.initial):
+        elif packing is None or (packing.rows is None and not continues):
             y = self._convolve(u, state, None, packing)
         else:
             # a kernel that depends on the longest must not see padding that all rows share

@@ -30,8 +30,6 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
-    is_step,
-    kernel_length,
     right_aligned,
     rotary_turns,
     rotated,
@@ -128,7 +126,8 @@ class H3Mixer(SSMMixer):
         self._table.refresh(k, state)
         exact = torch.promote_types(torch.float32, k.dtype)
         q, k, v = (x.to(exact) for x in (q, k, v))
-        one = is_step(k, state, packing)
+        goes_on = len(state.initial) > 0 and packing is None and not torch.is_grad_enabled()
+        one = goes_on and k.shape[1] == 1
         if one:
             taps, *tables = self._table.get(self, None, self._tables)
             past = state.initial["shift"]
@@ -159,7 +158,7 @@ class H3Mixer(SSMMixer):
         exponent, readout = self.modes()
         heads, modes = exponent.shape
         copies = width // heads
-        taps = kernel_length(u, packing)
+        taps = max(1, length) if packing is None else packing.kernel_length()
         kernel = vandermonde(readout, exponent, taps).to(u.dtype)
         y, _ = fft_conv(u, kernel.repeat(copies, 1), self.D.repeat(copies), cu_seqlens=packing)
         if keeps:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo.modeling import LayerState, Sequences, kernel_length, right_aligned
+from ssmzoo.modeling import LayerState, Sequences, right_aligned
 from ssmzoo_kernels import (
     companion_scan,
     companion_step,
@@ -184,7 +184,7 @@ def by_recurrence(
         y = y.unsqueeze(1)
     else:
         a, b = filters.a, filters.b
-        taps = kernel_length(u, packing)
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
         inverse, kernel = filters.series(taps)
         past = None
         if ring is not None and position is not None:
@@ -214,7 +214,7 @@ def by_modes(
         if packing is not None and (packing.rows is not None or modes is not None):
             rows = packing.aligned()
             u, lengths, packing = rows.gather(u), rows.lengths, None
-        taps = kernel_length(u, packing)
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
         kernel = modal_kernel(filters.exponent, filters.residues, taps)
         y, _ = fft_conv(u, kernel, filters.gain, cu_seqlens=packing)
         if modes is not None:

@@ -34,7 +34,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
-    kernel_length,
     recurrent,
 )
 from ssmzoo_kernels import (
@@ -292,7 +291,7 @@ class RTFMixer(FilterBank):
         if packing is not None and packing.rows is not None:
             rows = packing.aligned()
             u, packing = rows.gather(u), None
-        taps = kernel_length(u, packing)
+        taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
         kernel, gain = self.kernel(taps), self.gain()
         # on a GPU this check would synchronise
         if u.device.type == "cpu" and not torch.compiler.is_compiling():

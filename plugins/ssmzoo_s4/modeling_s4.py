@@ -30,8 +30,6 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     hippo_legs,
-    is_step,
-    kernel_length,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
@@ -75,10 +73,8 @@ class S4Mixer(SSMMixer):
         """Map ``[B, L, H]`` to ``[B, L, H]``; the state is ``ssm [B, H, N, 2]``."""
         self._table.refresh(hidden_states, state)
         u = hidden_states.to(torch.promote_types(torch.float32, hidden_states.dtype))
-        if is_step(u, state, packing):
-            y = self._step(u[:, 0], state)
-        else:
-            y = self._filter(u, state, packing)
+        one = u.shape[1] == 1 and packing is None and not torch.is_grad_enabled()
+        y = self._step(u[:, 0], state) if one and state.initial else self._filter(u, state, packing)
         if self.config.block == "filter":
             return y.to(hidden_states.dtype)
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
@@ -113,7 +109,7 @@ class S4Mixer(SSMMixer):
             y, x = self._march(u, x, None if rows is None else rows.lengths)
             state.put_row("ssm", torch.view_as_real(x))
         else:
-            taps = kernel_length(u, packing)
+            taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
             kernel = self.system().filters(taps)[0]
             past, *later = kernel.to(u.dtype).split(u.shape[2])
             future = later[0] if later else None

@@ -32,8 +32,6 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
-    is_step,
-    kernel_length,
     recurrent,
 )
 from ssmzoo_kernels import (
@@ -147,13 +145,14 @@ class SpaceTimeMixer(SSMMixer):
     def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Filter ``[B, L, H]`` from the cached state; cache the final state."""
         ring, position, past = state.get("ring"), state.get("position"), None
-        if is_step(u, state, packing) and ring is not None and position is not None:
+        goes_on = packing is None and not torch.is_grad_enabled()
+        if goes_on and u.shape[1] == 1 and ring is not None and position is not None:
             inplace = not torch.compiler.is_compiling()
             step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
             a, b, gain = (x.to(u.dtype) for x in self.filters())
-            taps = kernel_length(u, packing)
+            taps = u.shape[1] if packing is None else packing.kernel_length()
             kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             if not state.keep:
                 return fft_conv(u, kernel, gain, cu_seqlens=packing)[0]

@@ -21,7 +21,7 @@ from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
 from ssmzoo.modeling.hippo import hippo_legs
-from ssmzoo.modeling.layer_state import LayerState, is_step
+from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import (
     MLP,
     CausalConv1d,
@@ -41,7 +41,6 @@ from ssmzoo.modeling.packing import (
     Sequences,
     flip,
     flip_steps,
-    kernel_length,
     right_aligned,
     token_positions,
 )
@@ -98,9 +97,7 @@ __all__ = [
     "flip",
     "flip_steps",
     "hippo_legs",
-    "is_step",
     "is_token",
-    "kernel_length",
     "load_state",
     "load_state_adapter",
     "packed_piece",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
-from ssmzoo.modeling.layer_state import LayerState, is_step
 from ssmzoo_kernels.dispatch import is_traced
+
+if TYPE_CHECKING:
+    from ssmzoo.modeling.layer_state import LayerState
 
 T = TypeVar("T")
 _constant = False  # no context variable: torch.compile traces `get`
@@ -103,7 +105,7 @@ class DerivedValue(Generic[T]):
         """
         if is_traced() or self._value is None:
             return
-        if is_step(hidden_states, state, None):
+        if hidden_states.shape[1] == 1 and state.initial and not torch.is_grad_enabled():
             return
         if self._code is not None and not self._code.unchanged():
             self.forget()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ssmzoo.modeling.packing import Sequences
@@ -76,9 +75,3 @@ class LayerState:
                 state = state.index_select(0, packing.rows)
         if self.keep:
             self.final[name] = state
-
-
-def is_step(x: Tensor, state: LayerState, packing: Sequences | None) -> bool:
-    """Return whether a mixer reads one token ``[B, 1, ...]`` behind a state, without gradients."""
-    alone = x.shape[1] == 1 and packing is None
-    return alone and bool(state.initial) and not torch.is_grad_enabled()

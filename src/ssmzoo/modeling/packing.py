@@ -95,6 +95,13 @@ class Sequences(Packing):
             self._known["longest"] = int(self.offsets.diff().max())
         return self._known["longest"]
 
+    def kernel_length(self) -> int:
+        """Return how many taps of a filter can meet an input: the longest sequence's length, or 1.
+
+        In a graph, which cannot look it up, it is the row's.
+        """
+        return max(1, self.length if torch.compiler.is_compiling() else self.longest())
+
     def aligned(self, *, tight: bool = False) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 
@@ -151,16 +158,6 @@ class AlignedRows:
         places = torch.where(inside, self.starts[:, None] + columns, tokens)
         flat = x.new_zeros(tokens + 1, x.shape[2])
         return flat.index_copy(0, places.flatten(), x.flatten(0, 1))[None, :tokens]
-
-
-def kernel_length(x: Tensor, packing: Sequences | None) -> int:
-    """Return how many taps of a filter can meet an input ``[B, L, ...]``, at least 1.
-
-    It is the length of the longest sequence or, in a graph, which cannot look it up, of the row.
-    """
-    if packing is None:
-        return max(1, x.shape[1])
-    return max(1, packing.length if torch.compiler.is_compiling() else packing.longest())
 
 
 def right_aligned(x: Tensor, lengths: Tensor) -> Tensor:
