@@ -1039,7 +1039,7 @@ def test_a_checkpoint_that_is_none_of_ours_is_refused():
     official = to_official(model.state_dict(), model.config)
     with pytest.raises(LookupError, match=r"unknown \['gate'\]"):
         from_official({**official, "gate": torch.zeros(1)}, {})
-    with pytest.raises(LookupError, match="lacks what becomes"):
+    with pytest.raises(LookupError, match="lacks the weight that becomes"):
         from_official({}, {})
     official["model.layers.1.layer.D"] = torch.zeros(1, 5)
     with pytest.raises(ValueError, match=r"mixer.D must have shape \[1, 12\], got \[1, 5\]"):
