@@ -117,14 +117,3 @@ FAMILY = Family(
     ),
     converter=Converter(BMojoForCausalLM, from_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "BMojoConfig",
-    "BMojoForCausalLM",
-    "BMojoForImageClassification",
-    "BMojoForPairClassification",
-    "BMojoForSequenceClassification",
-    "BMojoForTokenClassification",
-    "BMojoModel",
-]

@@ -1,4 +1,4 @@
-"""Attention to a window and to memories of what left it.
+"""Attention to a window, and to memories of tokens before it.
 
 Dimensions as in ``modeling_bmojo.py``.
 """
@@ -69,8 +69,7 @@ class BMojoAttention(nn.Module):
         self.q_proj = _projection(width, heads * size)
         self.k_proj = _projection(width, groups * size)
         self.v_proj = _projection(width, groups * size)
-        self.o_proj = _projection(heads * size, width)
-        self.o_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
+        self.o_proj = Linear(heads * size, width, bias=False, role="attention_end")
         self.fading_norm = None
         self.memory_k_proj = self.memory_v_proj = None
         if self.fading:
@@ -226,7 +225,7 @@ class BMojoAttention(nn.Module):
         past: tuple[Tensor | None, Tensor | None],
         state: LayerState,
     ) -> dict[str, Any]:
-        """Return what attention reads of its chunks' memories, and leave what is carried on."""
+        """Return the op's arguments for the chunks' memories; store the states carried on."""
         eidetic, fading = self.eidetic, 0 if self.offset else self.fading
         before, options, pairs = state.get("outputs"), {}, []
         if eidetic:
@@ -369,6 +368,4 @@ class BMojoAttention(nn.Module):
 
 def _projection(inputs: int, outputs: int) -> Linear:
     """Return a linear map whose initial weights are normal."""
-    linear = Linear(inputs, outputs, bias=False)
-    linear.attends = True  # pyright: ignore[reportArgumentType]
-    return linear
+    return Linear(inputs, outputs, bias=False, role="attention")

@@ -94,7 +94,7 @@ class BMojoConfig(SSMConfig):
         super().__post_init__(**kwargs)
 
     def complete(self) -> None:
-        """Work out what was left open."""
+        """Fill in fields that follow from others."""
         pattern = [self.mixer_types] if isinstance(self.mixer_types, str) else self.mixer_types
         if pattern and len(pattern) < self.num_hidden_layers:
             pattern = [pattern[i % len(pattern)] for i in range(self.num_hidden_layers)]
@@ -132,12 +132,8 @@ class BMojoConfig(SSMConfig):
                 f"num_attention_heads must be at most hidden_size = {self.hidden_size} unless "
                 f"head_dim is given, got {self.heads}"
             )
-        for name in (
-            *("sliding_window", "innovation_span", "expand", "d_state", "d_conv"),
-            *("num_attention_heads", "num_key_value_heads", "head_dim"),
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_counts("sliding_window", "innovation_span", "expand", "d_state", "d_conv")
+        self.check_counts("num_attention_heads", "num_key_value_heads", "head_dim")
         for name in ("num_fading_tokens", "num_eidetic_tokens"):
             if not 0 <= getattr(self, name) <= MOST_REMEMBERED:
                 raise ValueError(
@@ -153,15 +149,8 @@ class BMojoConfig(SSMConfig):
             raise ValueError(f"head_dim must be even with use_rope, got {self.head_width}")
         if not 0 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
-        if not 0 < self.dt_max < math.inf:
-            raise ValueError(f"dt_max must be positive and finite, got {self.dt_max}")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise ValueError(
-                f"dt_min must be positive and at most dt_max = {self.dt_max}, got {self.dt_min}"
-            )
-        rank = self.dt_rank
-        if rank != "auto" and (isinstance(rank, str) or rank < 1):
-            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {rank!r}")
+        self.check_time_steps(self.dt_min, self.dt_max)
+        self.rank_of(self.dt_rank)
 
     @property
     def state_grows(self) -> bool:
@@ -191,8 +180,4 @@ class BMojoConfig(SSMConfig):
     @property
     def step_rank(self) -> int:
         """``dt_rank`` with "auto" worked out."""
-        rank = self.dt_rank
-        return math.ceil(self.hidden_size / 16) if rank == "auto" else int(rank)
-
-
-__all__ = ["MIXER_TYPES", "BMojoConfig"]
+        return self.rank_of(self.dt_rank)

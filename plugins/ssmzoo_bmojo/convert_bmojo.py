@@ -47,7 +47,7 @@ def from_official(
         config: Its ``config.json``.
 
     Returns:
-        Weights by our names, sharing memory with the given ones but for what stays float32, and
+        Weights by our names, sharing memory with the given ones but for those kept in float32, and
         the configuration.
 
     Raises:

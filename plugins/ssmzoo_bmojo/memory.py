@@ -34,7 +34,7 @@ Turns = tuple[Tensor, Tensor]  # cosines and sines of rotary angles, [..., 1, d 
 def _once(
     method: Callable[Concatenate["Call", _P], _R],
 ) -> Callable[Concatenate["Call", _P], _R]:
-    """Let a call remember what a method returned, by its arguments."""
+    """Let a call remember a method's results, by its arguments."""
 
     @functools.wraps(method)
     def remembered(self: "Call", *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -75,7 +75,7 @@ class Call:
         self.equal = equal
         self.sequences = seen.shape[0]
         self.known: dict[Any, Any] = {}
-        # elsewhere nobody waits for a number: shapes are bounds
+        # on GPUs and in graphs looking would synchronise: shapes are bounds there
         self.looks = offsets.device.type == "cpu" and not torch.compiler.is_compiling()
         self.lengths = offsets.diff()  # [S]
         self.now = seen + self.lengths  # [S] tokens after this call
@@ -112,7 +112,7 @@ class Call:
         )
 
     def rows(self, sequence: Tensor, position: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of positions in a table, and which of them it has not.
+        """Return the rows of positions in a table, and which of them are absent.
 
         Args:
             sequence: Of each wanted position.
@@ -127,9 +127,9 @@ class Call:
 
     @_once
     def newest(self, count: int, past: int) -> tuple[Tensor, Tensor]:
-        """Return the rows of the last ``count`` tokens, the newest last, ``[S, count]``.
+        """Return the rows of the last ``count`` tokens, the newest last, and which are absent.
 
-        And which of them there are not.
+        Both are ``[S, count]``.
         """
         sequence = torch.arange(self.sequences, device=self.seen.device)[:, None]
         position = self.now[:, None] + torch.arange(-count, 0, device=self.seen.device)

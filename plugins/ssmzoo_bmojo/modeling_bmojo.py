@@ -64,8 +64,7 @@ class BMojoSSM(SSMMixer):
         self.dt_bias = nn.Parameter(torch.empty(inner))
         self.A_log = nn.Parameter(torch.empty(inner, states))
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = Linear(inner, width, bias=False)
-        self.out_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
+        self.out_proj = Linear(inner, width, bias=False, role="mixer_end")
         self.splits = [config.step_rank, states, states]
 
     def forward(
@@ -132,7 +131,7 @@ class BMojoMixer(SSMMixer):
     """Mix tokens by a state-space model, by attention, or by both.
 
     ``"serial"``: ``y + attention(norm(x + y), y)`` with ``y = ssm(u)``, x the residual stream and
-    ``u = norm(x)`` what comes in; ``"parallel"``: ``attention(u, y)``.
+    ``u = norm(x)`` the input; ``"parallel"``: ``attention(u, y)``.
     """
 
     reads_residual = True
@@ -232,11 +231,12 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
             init.copy_(module.A_log, columns.log().expand_as(module.A_log))
             init.ones_(module.D)
         elif isinstance(module, nn.Linear):
-            ends = getattr(module, "ends_branch", False) or getattr(module, "ends_mlp", False)
+            role = getattr(module, "role", "")
+            ends = role in ("attention_end", "mixer_end", "mlp_end")
             scale = self._branches() ** -0.5 if ends else 1.0
             if hasattr(module, "copy_of"):
                 init.copy_(module.weight, cast(list[Linear], module.copy_of)[0].weight)
-            elif getattr(module, "attends", False):
+            elif role.startswith("attention"):
                 init.normal_(module.weight, std=config.initializer_range * scale)
             elif ends:
                 bound = module.in_features**-0.5 * scale

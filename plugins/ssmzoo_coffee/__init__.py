@@ -102,14 +102,3 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "out_proj"),
 )
-
-__all__ = [
-    "FAMILY",
-    "CoffeeConfig",
-    "CoffeeForCausalLM",
-    "CoffeeForImageClassification",
-    "CoffeeForPairClassification",
-    "CoffeeForSequenceClassification",
-    "CoffeeForTokenClassification",
-    "CoffeeModel",
-]

@@ -22,10 +22,10 @@ class CoffeeConfig(SSMConfig):
         expand: "gated" only: the recurrence's width is ``expand * hidden_size``.
         d_conv: "gated" only: K, taps of the causal convolution.
         conv_bias: "gated" only: whether the convolution has a bias.
-        variant: What opens the gates. "coffee" is the paper's model; the others are its ablations:
-            "input_matrix" (Eq. 6) still has B, "no_feedback" looks at the input, "token_gate"
-            (Eq. 4) at the whole token with one gate a channel, "linear_feedback" leaves the sigmoid
-            out, and "s6" is Mamba's recurrence with the exact zero-order hold.
+        variant: The input of the gates. "coffee" is the paper's model; the others are its
+            ablations: "input_matrix" (Eq. 6) still has B, "no_feedback" looks at the input,
+            "token_gate" (Eq. 4) at the whole token with one gate a channel, "linear_feedback"
+            leaves the sigmoid out, and "s6" is Mamba's recurrence with the exact zero-order hold.
         lambda_param: "clamp" has lambda itself as the parameter, which optimizer steps must be
             followed by ``project_parameters``; "sigmoid" a number that is mapped into its range.
             "s6" has a map of its own.
@@ -77,11 +77,7 @@ class CoffeeConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "expand", "d_conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.newton_iters is not None and self.newton_iters < 1:
-            raise ValueError(f"newton_iters must be None or at least 1, got {self.newton_iters}")
+        self.check_counts("d_state", "expand", "d_conv", "newton_iters")
         if self.newton_tol is not None and not 0 < self.newton_tol < 1:
             raise ValueError(
                 f"newton_tol must be None, or above 0 and below 1, got {self.newton_tol}"
@@ -146,6 +142,3 @@ class CoffeeConfig(SSMConfig):
     def d_inner(self) -> int:
         """E, the recurrence's width."""
         return self.hidden_size if self.block == "bare" else self.expand * self.hidden_size
-
-
-__all__ = ["CoffeeConfig"]

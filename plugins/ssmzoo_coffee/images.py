@@ -108,6 +108,3 @@ class CoffeeForImageClassification(CoffeePreTrainedModel):
             )
         top, left = (round((size - side) / 2) for size in pixels.shape[1:])
         return pixels[:, top : top + side, left : left + side]
-
-
-__all__ = ["CoffeeForImageClassification"]

@@ -10,7 +10,6 @@ be projected after every optimizer step: our trainer does, transformers' with
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, S sequences, T tokens.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
@@ -41,7 +40,7 @@ from ssmzoo_kernels import feedback_scan, selective_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_coffee import CoffeeConfig
-from .readout import FrozenRowEmbedding, NearestEmbedding, with_frozen_row
+from .readout import FrozenRowEmbedding, NearestEmbedding, first_rows, with_frozen_row
 
 SLOWEST, FASTEST = 1e-3, 0.9  # of initial -lambda / lambda_max
 SHUT = 1e-3  # a gate below it lets nothing in
@@ -59,6 +58,14 @@ class CoffeeMixer(SSMMixer):
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(SSM_PARAMETERS, "ssm")
     config: CoffeeConfig
+    # each variant has some of these, ``[E, N]``
+    lam: Tensor
+    lam_raw: Tensor
+    w: Tensor
+    B: Tensor
+    C: Tensor
+    w_gamma: Tensor
+    A_log: Tensor
 
     def __init__(self, config: CoffeeConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -67,13 +74,11 @@ class CoffeeMixer(SSMMixer):
         if self.gated:
             self.in_proj = Linear(config.hidden_size, 2 * inner, bias=False)
             self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
-            self.out_proj = Linear(inner, config.hidden_size, bias=False)
-            # its initial weights are scaled by depth
-            self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
+            self.out_proj = Linear(inner, config.hidden_size, bias=False, role="mixer_end")
         if variant in ("token_gate", "s6"):
-            self.dt_proj = _reads_token(Linear(inner, inner, bias=False))
+            self.dt_proj = Linear(inner, inner, bias=False, role="token_reader")
         if variant == "s6":
-            self.x_proj = _reads_token(Linear(inner, 2 * config.d_state, bias=False))
+            self.x_proj = Linear(inner, 2 * config.d_state, bias=False, role="token_reader")
             names = ["A_log"]
         else:
             names = ["lam" if config.lambda_param == "clamp" else "lam_raw", "C"]
@@ -100,7 +105,7 @@ class CoffeeMixer(SSMMixer):
             y, final = selective_scan(
                 u,
                 self.dt_proj(u),
-                -self._own("A_log").exp(),
+                -self.A_log.exp(),
                 B,
                 C,
                 self.D,
@@ -180,21 +185,21 @@ class CoffeeMixer(SSMMixer):
     def lambdas(self) -> Tensor:
         """Return lambda, ``[E, N]``, in ``[-lambda_max, 0]``; S6's is ``-exp(A_log)``."""
         if self.config.variant == "s6":
-            return -self._own("A_log").exp()
+            return -self.A_log.exp()
         if self.config.lambda_param == "clamp":
-            return self._own("lam")
-        return -self.config.lambda_max * self._own("lam_raw").sigmoid()
+            return self.lam
+        return -self.config.lambda_max * self.lam_raw.sigmoid()
 
     def coefficients(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return ``lam, w, C, w_gamma`` of the recurrence without B, ``[E, N]`` each.
 
         With B its state is ``x / B``, so B goes to whatever reads the state.
         """
-        lam, C = self.lambdas(), self._own("C")
-        w = torch.ones_like(lam) if self.config.variant == "token_gate" else self._own("w")
-        w_gamma = self._own("w_gamma") if self.config.output_filter else None
+        lam, C = self.lambdas(), self.C
+        w = torch.ones_like(lam) if self.config.variant == "token_gate" else self.w
+        w_gamma = self.w_gamma if self.config.output_filter else None
         if self.config.variant in ("token_gate", "input_matrix"):
-            B = self._own("B")
+            B = self.B
             C, w_gamma = C * B, None if w_gamma is None else w_gamma * B
             if self.config.variant == "input_matrix":
                 w = w * B
@@ -204,7 +209,7 @@ class CoffeeMixer(SSMMixer):
     def project_parameters(self) -> None:
         """Clamp lambda to ``[-lambda_max, 0]``."""
         if "lam" in self._parameters:
-            self._own("lam").clamp_(-self.config.lambda_max, 0)
+            self.lam.clamp_(-self.config.lambda_max, 0)
 
     def check_parameters(self) -> None:
         """Check that lambda is in ``[-lambda_max, 0]``, as after a projection.
@@ -212,9 +217,9 @@ class CoffeeMixer(SSMMixer):
         Raises:
             ValueError: An entry is outside; the message names the layer and the value.
         """
-        if "lam" not in self._parameters or self._own("lam").is_meta:
+        if "lam" not in self._parameters or self.lam.is_meta:
             return
-        lam, most = self._own("lam").detach(), self.config.lambda_max
+        lam, most = self.lam.detach(), self.config.lambda_max
         # in float32, in which it may have been projected: -0.1 there is below -0.1 in float64
         single = lam.float()
         wrong = ~((single >= -most) & (single <= 0))  # nan too
@@ -261,7 +266,7 @@ class CoffeeMixer(SSMMixer):
     def _branches(
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the recurrence reads, and what gates its output, ``[B, L, E]`` each."""
+        """Return the inputs of the recurrence and of its output's gate, ``[B, L, E]`` each."""
         if not self.gated:
             return hidden_states, None
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
@@ -270,7 +275,7 @@ class CoffeeMixer(SSMMixer):
         return u, z
 
     def _drive(self, u: Tensor) -> Tensor | None:
-        """Return what opens the gates instead of the state, ``[B, L, E]``."""
+        """Return the gates' input where it is not the state, ``[B, L, E]``."""
         if self.config.variant == "token_gate":
             return self.dt_proj(u)
         return u if self.config.variant == "no_feedback" else None
@@ -311,15 +316,6 @@ class CoffeeMixer(SSMMixer):
                 slope = slope + rise * (lam * before + inputs)
             yield gate, slope
             state = after
-
-    def _own(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, name))
-
-
-def _reads_token(linear: Linear) -> Linear:
-    """Mark a projection whose initial entries the paper's baselines draw from N(0, 1)."""
-    linear.reads_token = True  # pyright: ignore[reportArgumentType]
-    return linear
 
 
 def _log(slope: Tensor) -> Tensor:
@@ -422,16 +418,16 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
         ==================== =====================================================
         """
         super()._init_weights(module)
-        config = self.config
+        config, role = self.config, getattr(module, "role", "")
         if isinstance(module, CoffeeMixer):
             self._init_mixer(module)
         elif isinstance(module, nn.Embedding) and config.embedding_init != "normal":
-            init.copy_(module.weight, _first_rows(module, config.embedding_init))
-        elif getattr(module, "ends_mixer", False):
+            init.copy_(module.weight, first_rows(module, config.embedding_init))
+        elif role == "mixer_end":
             weight = cast(nn.Linear, module).weight
             bound = (weight.shape[1] * 2 * config.num_hidden_layers) ** -0.5
             init.uniform_(weight, -bound, bound)
-        elif getattr(module, "reads_token", False) and config.ssm_init == "paper":
+        elif role == "token_reader" and config.ssm_init == "paper":
             init.normal_(cast(nn.Linear, module).weight)
 
     def _init_mixer(self, mixer: CoffeeMixer) -> None:
@@ -456,39 +452,6 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
             if value is None:
                 value = torch.randn(shape) * (scales[name] if spread else 1)
             init.copy_(parameter, value)
-
-
-def _first_rows(embedding: nn.Embedding, start: str | list[list[float]]) -> Tensor:
-    """Return the rows that an embedding starts with: orthonormal ones, or those that are given."""
-    if isinstance(start, str):
-        return _orthonormal_rows(embedding)
-    tokens, width = embedding.weight.shape
-    if len(start) != tokens or any(len(row) != width for row in start):
-        widths = sorted({len(row) for row in start})
-        raise ValueError(
-            f"embedding_init must hold {tokens} rows of {width} numbers, one for each token that "
-            f"is not frozen, got {len(start)} of {' and '.join(map(str, widths or [0]))}"
-        )
-    for place, row in enumerate(start):
-        if not all(map(math.isfinite, row)):
-            raise ValueError(f"embedding_init must be finite, got {row} as row {place}")
-    return torch.tensor(start)
-
-
-def _orthonormal_rows(embedding: nn.Embedding) -> Tensor:
-    """Return rows of Q^T from QR decompositions of uniform numbers, as many at once as they have.
-
-    A frozen token's row is drawn, and then left out.
-    """
-    width, count = embedding.embedding_dim, embedding.num_embeddings
-    pieces = [
-        torch.linalg.qr(torch.rand(width, min(width, count - start)))[0].T
-        for start in range(0, count, width)
-    ]
-    rows = torch.cat(pieces)
-    if isinstance(embedding, FrozenRowEmbedding):
-        rows = torch.cat([rows[: embedding.frozen], rows[embedding.frozen + 1 :]])
-    return rows
 
 
 class CoffeeModel(CoffeePreTrainedModel, SSMModel):

@@ -1,10 +1,12 @@
-"""The paper's read-out: the next token is the one whose embedding is nearest to the output.
+"""The paper's embeddings, and its read-out: the token whose embedding is nearest to the output.
 
 What surprises: a frozen row is not a parameter, so optimizer, weight decay and parameter count
 leave it out; the weight then has one row fewer than there are tokens.
 
 Dimensions: B batch, L length, D hidden, V vocabulary.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -100,3 +102,36 @@ def euclidean(
     flat = x.reshape(-1, x.shape[-1])
     distances = torch.cdist(flat, table, compute_mode="donot_use_mm_for_euclid_dist")
     return (distances.square() + UNDER_ROOT).sqrt().view(*x.shape[:-1], table.shape[0])
+
+
+def first_rows(embedding: nn.Embedding, start: str | list[list[float]]) -> Tensor:
+    """Return the rows that an embedding starts with: orthonormal ones, or those that are given."""
+    if isinstance(start, str):
+        return _orthonormal_rows(embedding)
+    tokens, width = embedding.weight.shape
+    if len(start) != tokens or any(len(row) != width for row in start):
+        widths = sorted({len(row) for row in start})
+        raise ValueError(
+            f"embedding_init must hold {tokens} rows of {width} numbers, one for each token that "
+            f"is not frozen, got {len(start)} of {' and '.join(map(str, widths or [0]))}"
+        )
+    for place, row in enumerate(start):
+        if not all(map(math.isfinite, row)):
+            raise ValueError(f"embedding_init must be finite, got {row} as row {place}")
+    return torch.tensor(start)
+
+
+def _orthonormal_rows(embedding: nn.Embedding) -> Tensor:
+    """Return rows of Q^T from QR decompositions of uniform numbers, as many at once as they have.
+
+    A frozen token's row is drawn, and then left out.
+    """
+    width, count = embedding.embedding_dim, embedding.num_embeddings
+    pieces = [
+        torch.linalg.qr(torch.rand(width, min(width, count - start)))[0].T
+        for start in range(0, count, width)
+    ]
+    rows = torch.cat(pieces)
+    if isinstance(embedding, FrozenRowEmbedding):
+        rows = torch.cat([rows[: embedding.frozen], rows[embedding.frozen + 1 :]])
+    return rows

@@ -13,7 +13,7 @@ from .modeling_dss import (
     DSSModel,
 )
 
-# what all of the paper's runs have in common
+# common to all of the paper's runs
 _PAPER = {
     "architectures": ["DSSForSequenceClassification"],
     "kernel_variant": "softmax",
@@ -187,14 +187,3 @@ FAMILY = Family(
     lora_targets=("out_proj",),
     converter=Converter(DSSForSequenceClassification, from_official, to_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "DSSConfig",
-    "DSSForCausalLM",
-    "DSSForImageClassification",
-    "DSSForPairClassification",
-    "DSSForSequenceClassification",
-    "DSSForTokenClassification",
-    "DSSModel",
-]

@@ -14,10 +14,10 @@ class DSSConfig(SSMConfig):
     Attributes:
         d_state: N, complex modes per feature. A state space of order 64 with real matrices has 32
             pairs of these.
-        kernel_variant: What the modes may do. "exp" keeps all real parts negative; "exp_no_scale"
-            also leaves out the factor of the time step; "exp_re_im" keeps frequencies positive,
-            too; "clip" bounds real parts by 1e-4; "softmax" lets modes grow and divides each by its
-            sum over ``kernel_norm_length`` positions.
+        kernel_variant: Constraints on the modes. "exp" keeps all real parts negative;
+            "exp_no_scale" also leaves out the factor of the time step; "exp_re_im" keeps
+            frequencies positive, too; "clip" bounds real parts by 1e-4; "softmax" lets modes grow
+            and divides each by its sum over ``kernel_norm_length`` positions.
         lambda_init: Initial eigenvalues: those of HiPPO's normal part, ``-1/2 + i pi n``,
             ``-1/2 + i (2N / pi) (2N / (2n + 1) - 1)``, or random ones. With ``conjugate_pairs`` the
             first three are S4D-LegS, S4D-Lin and S4D-Inv.
@@ -31,9 +31,9 @@ class DSSConfig(SSMConfig):
         max_kernel_length: Taps a kernel is cut to; "softmax" then sums over these.
         channels: C, filters per feature; ``out_proj`` mixes them all.
         conjugate_pairs: Every mode stands for its conjugate too, as in S4D: a factor 2.
-        block: What follows the filters: "linear", GELU and a linear layer, or "glu", a GLU of twice
-            that layer, as in S4's later code.
-        bidirectional: A second set of filters looks at what comes later. No cache, no generation.
+        block: The layers after the filters: "linear", GELU and a linear layer, or "glu", a GLU of
+            twice that layer, as in S4's later code.
+        bidirectional: A second set of filters reads later inputs. No cache, no generation.
         legacy_detached_shift: The published code's gradient of growing modes, to reproduce its
             training: too large by ``kernel_norm_length - 1`` times the kernel.
         tie_dropout: Drop whole features of a sequence, also after the filter.
@@ -73,16 +73,9 @@ class DSSConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("kernel_norm_length", "max_kernel_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("d_state", "channels", "kernel_norm_length", "max_kernel_length")
         self.check_time_steps(self.dt_min, self.dt_max)
-        if not 0 <= self.softmax_eps < float("inf"):
-            raise ValueError(f"softmax_eps must be at least 0, got {self.softmax_eps}")
+        self.check_finite("softmax_eps")
         norm, cap = self.kernel_norm_length, self.max_kernel_length
         if self.kernel_variant == "softmax" and (cap or 0) > (norm or cap or 0):
             raise ValueError(
@@ -105,6 +98,3 @@ class DSSConfig(SSMConfig):
         """Whether the kernel is the same however long the input is."""
         free = self.kernel_norm_length is None and self.max_kernel_length is None
         return self.kernel_variant != "softmax" or not free
-
-
-__all__ = ["DSSConfig"]

@@ -1,7 +1,7 @@
 """Convert classifiers to and from the official code's names.
 
-The paper's checkpoints are Lightning files; their ``state_dict`` goes in here. What shapes do not
-say, such as the variant or the pooling, the caller names.
+The paper's checkpoints are Lightning files; their ``state_dict`` goes in here. The caller gives
+fields that shapes do not, such as the variant or the pooling.
 """
 
 import re
@@ -24,7 +24,7 @@ _AS_OFFICIAL = {
 _PREFIXES = ("_orig_mod.", "module.")
 _EMBEDDING = "model.embed_tokens.weight"
 _VALUES = "model.embed_values."
-# what a layer's names begin with
+# the beginnings of a layer's names
 _OFFICIAL_AND_OURS = (
     ("layer.kernel.Lambda_log_im", "mixer.Lambda_im"),
     ("layer.kernel.", "mixer."),
@@ -42,9 +42,9 @@ def from_official(
 
     Args:
         state_dict: Weights by official name; prefixes that wrappers add are stripped.
-        config: What shapes do not say, under our names: ``kernel_variant`` (default "softmax", or
-            "exp" where the real parts are stored as logarithms), ``pooling``, ``bidirectional``,
-            ``max_kernel_length``, ``dropout``. They win over what was read.
+        config: Fields that shapes do not give, by our names: ``kernel_variant`` (default "softmax",
+            or "exp" where the real parts are stored as logarithms), ``pooling``, ``bidirectional``,
+            ``max_kernel_length``, ``dropout``. They win over fields read off shapes.
 
     Returns:
         Weights by our names, sharing memory with the given ones, and the configuration of the
@@ -129,7 +129,9 @@ def _configuration(weights: dict[str, Tensor], positive: bool, fields: dict[str,
     first = "model.layers.0.mixer."
     for name in (first + "W", first + "D", "score.weight"):
         if name not in weights:
-            raise LookupError(f"not an official DSS classifier: it lacks what becomes {name}")
+            raise LookupError(
+                f"not an official DSS classifier: it lacks the weight that becomes {name}"
+            )
     constrained = first + "Lambda_log_neg_re" in weights
     layers = {name.split(".")[2] for name in weights if _LAYER.match(name)}
     found: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The mathematics of diagonal state spaces: spectra, kernels, and the state they are stepped by.
 
 A feature's filter is a sum of N complex exponentials, ``K[l] = Re sum_n rho_n e^{c_n l}`` with
-``c = dt lambda``. The variants differ in what lambda may be and in rho. Only "softmax" lets modes
+``c = dt lambda``. The variants differ in the range of lambda and in rho. Only "softmax" lets modes
 grow; it divides each by its sum over ``norm_length`` positions. A growing mode is written as one
 that decays away from the last of these, ``e^{c' (norm_length - 1 - l)}`` with ``c' = -c``, so that
 nothing ever overflows.
@@ -65,10 +65,10 @@ def modes_of(
     weight: Tensor,  # [C, H, N, 2]
     *,
     variant: str,
-    norm_length: int | None = None,
-    eps: float = 0.0,
-    conjugate_pairs: bool = False,
-    legacy_detached_shift: bool = False,
+    norm_length: int,
+    eps: float,
+    conjugate_pairs: bool,
+    legacy_detached_shift: bool,
 ) -> Modes:
     """Return the modes of a layer.
 
@@ -81,8 +81,8 @@ def modes_of(
         log_dt: Logarithms of the time steps.
         weight: W in pairs of real numbers.
         variant: ``kernel_variant`` of the configuration.
-        norm_length: Positions that a softmax sums over; "softmax" needs it, the others ignore it.
-        eps: Added to the squared size of what "softmax" divides by.
+        norm_length: Positions that a softmax sums over; the other variants ignore it.
+        eps: Added to the squared size of the divisor of "softmax".
         conjugate_pairs: Every mode stands for its conjugate too: a factor 2.
         legacy_detached_shift: The published code's gradient of growing modes, too large by
             ``(norm_length - 1)`` times the kernel; values are the same.
@@ -91,7 +91,6 @@ def modes_of(
     w = torch.view_as_complex(weight.to(torch.float64))
     grows = None
     if variant == "softmax":
-        assert norm_length is not None
         grows = eigenvalues.real > 0
         falling = torch.where(grows, -c, c)
         divisor = torch.expm1(falling * norm_length) * eigenvalues
@@ -116,7 +115,7 @@ def modes_of(
 
 @dataclass(frozen=True)
 class Modes:
-    """What a layer's kernels are made of, and how its state is stepped.
+    """The exponentials of a layer's kernels, which also step its state.
 
     The state ``z [B, H, N]`` does not depend on W, so all channels share it, nor on
     ``norm_length``. A mode that falls keeps ``z = e^c z + u``. One that grows keeps
@@ -150,7 +149,7 @@ class Modes:
     def response(
         self, z: Tensor, position: Tensor | None, length: int, lengths: Tensor | None
     ) -> Tensor:
-        """Return what a state adds to the next outputs, ``[B, length, C * H]``.
+        """Return the parts of the next outputs from a state, ``[B, length, C * H]``.
 
         Args:
             z: ``[B, H, N]`` complex.

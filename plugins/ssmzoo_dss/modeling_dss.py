@@ -51,7 +51,7 @@ class _Tables:
     """Values that decoding a token needs, computed from a layer's parameters.
 
     Attributes:
-        modes: What they were made of.
+        modes: The modes that they were computed from.
         decay: ``e^c``, ``[H, N]``; 1 for growing modes. None of a cut kernel.
         growing: The numbers ``[G]`` of the growing modes, None if there are none.
         low: ``e^{c' k}`` of these for small k, ``[count, H, G]``.
@@ -185,7 +185,7 @@ class DSSMixer(SSMMixer):
             conjugate_pairs=config.conjugate_pairs,
             legacy_detached_shift=config.legacy_detached_shift,
         )
-        # on a GPU this look would stall the queue
+        # on a GPU this check would synchronise
         if not torch.compiler.is_compiling() and self.W.device.type == "cpu":
             self._check_finite(modes)
         return modes
@@ -215,7 +215,7 @@ class DSSMixer(SSMMixer):
     def _convolve(
         self, u: Tensor, state: LayerState, lengths: Tensor | None, packing: Sequences | None
     ) -> Tensor:
-        """Filter whole sequences, or what follows a state; ``[B, L, C * H]``."""
+        """Filter whole sequences, or tokens behind a state; ``[B, L, C * H]``."""
         batch, length, _ = u.shape
         start = state.get_row("ssm")
         z = None if start is None else torch.view_as_complex(start)
@@ -268,9 +268,9 @@ class DSSMixer(SSMMixer):
         ]
 
     def _longest(self, packing: Sequences) -> int:
-        """Return what an input's length means for packed sequences: the longest, as if padded.
+        """Return the length of the longest packed sequence, as if they were padded.
 
-        Compiled, where none is known, the row's, unless the kernel depends on it.
+        In a graph, which cannot look it up, it is the row's, unless the kernel depends on it.
         """
         if self.config.decodable and torch.compiler.is_compiling():
             return packing.length
@@ -390,7 +390,7 @@ class DSSMixer(SSMMixer):
         return drive, readout
 
     def _decode_tables(self) -> _Tables:
-        """Return what a step reads, computed once for one state of the parameters."""
+        """Return the tables of a step, computed once until parameters change."""
         config = self.config
         settings = (config.kernel_norm_length, config.max_kernel_length, config.softmax_eps)
         return self._tables.get(self, settings, self._make_tables)

@@ -36,9 +36,9 @@ def from_official(
     """Translate official weights into ours, and read the configuration off their shapes.
 
     Both orders of norms that their code reads are taken; prefixes that wrappers add are stripped.
-    ``config`` has what shapes do not say, under our names, and wins: ``num_attention_heads`` where
-    a layer attends, ``rotary_dim``, ``disc`` (of their ``ssm_cfg``; the weights do not tell) where
-    it is not "bilinear".
+    ``config`` has the fields that shapes do not give, by our names, and wins:
+    ``num_attention_heads`` where a layer attends, ``rotary_dim``, ``disc`` (of their ``ssm_cfg``;
+    the weights do not tell) where it is not "bilinear".
 
     Raises:
         LookupError: A weight of the model is missing, or one belongs to no such model.

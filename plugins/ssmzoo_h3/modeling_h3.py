@@ -65,10 +65,9 @@ class H3Mixer(SSMMixer):
         width, order = config.hidden_size, config.d_state
         heads, pairs = width // config.head_dim, order // 2
         self.q_proj, self.k_proj, self.v_proj = (Linear(width, width) for _ in range(3))
-        self.out_proj = Linear(width, width)
         self.attends = layer_idx in (config.attn_layer_idx or [])
+        self.out_proj = Linear(width, width, role="attention_end" if self.attends else "mixer_end")
         if self.attends:
-            self.out_proj.ends_branch = True  # pyright: ignore[reportArgumentType]
             return
         self.shift_B = nn.Parameter(torch.empty(width, order))
         self.shift_C = nn.Parameter(torch.empty(width, order))
@@ -183,7 +182,7 @@ class H3Mixer(SSMMixer):
         return y.view(u.shape[0], 1, u.shape[1])
 
     def _tables(self) -> list[Tensor]:
-        """Return what a token multiplies: taps [N, D], the first one last, decay and read-out."""
+        """Return the factors of a step: taps [N, D], the first one last, decay and read-out."""
         exponent, readout = self.modes()
         return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout.dtype), readout]
 
@@ -233,7 +232,7 @@ class H3PreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         config = self.config
         if isinstance(module, nn.Linear):
-            ends = getattr(module, "ends_branch", False) or getattr(module, "ends_mlp", False)
+            ends = getattr(module, "role", "") in ("attention_end", "mlp_end")
             scale = (2 * config.num_hidden_layers) ** -0.5 if ends else 1.0
             init.normal_(module.weight, std=config.initializer_range * scale)
         elif isinstance(module, H3Mixer) and not module.attends:

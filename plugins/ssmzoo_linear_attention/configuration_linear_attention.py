@@ -22,19 +22,19 @@ class LinearAttentionConfig(SSMConfig):
         d_conv: Taps of a short convolution of keys, queries and values; None has none.
         conv_bias: Whether it has a bias.
         rotary: Rotary positions of keys and queries.
-        decay: What a token leaves of the state: all of it; in head h ``1 - 2^(-5 - h)``; a number
-            a head, or a number a key channel, that depends on the token.
+        decay: The factor by which a token shrinks the state: 1; in head h ``1 - 2^(-5 - h)``; a
+            number a head, or a number a key channel, that depends on the token.
         gate_logit_normalizer: Decays are ``sigmoid(x)^(1 / this)``, as in GLA; None:
             ``exp(-exp(A_log) softplus(x))``, as in Mamba2, gated DeltaNet and KDA.
         decay_rank: Rank of the decay's projection; None: full.
-        delta_rule: Write what the state gets wrong of a value, instead of the value.
+        delta_rule: Write the error of the state's prediction of a value, instead of the value.
         beta: How strongly a token writes: fully, by a sigmoid, or by Mamba2's ``dt``, the softplus
             that its decay is made of.
         beta_scale: Times the sigmoid. Up to 2 the delta rule is stable; above 1 it turns signs.
         skip: Add ``D`` times the value to a head's output.
         out_norm: RMSNorm of each head before the gate, or after it of all heads ("gated") or of
             those that share keys ("gated_group").
-        out_gate: What gates the output.
+        out_gate: The activation of the output's gate.
         gate_rank: Rank of the gate's projection; None: full.
     """
 
@@ -66,15 +66,11 @@ class LinearAttentionConfig(SSMConfig):
     def check(self) -> None:
         """Check that sizes are at least 1, and that the fields fit each other."""
         super().check()
-        for name in ("num_heads", "head_k_dim", "head_v_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_key_heads", "d_conv", "decay_rank", "gate_rank"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {getattr(self, name)}")
+        self.check_counts("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
+        self.check_counts("d_conv", "decay_rank", "gate_rank")
         tau, depends = self.gate_logit_normalizer, self.decay in ("scalar", "channel")
         softplus, unit = self.decay == "scalar" and tau is None, self.feature_map == "silu_l2"
-        # by field: what it needs of others, and whether it has it
+        # by field: its needs of other fields, and whether they are met
         for name, needs, met in (
             ("num_key_heads", "to divide num_heads", self.num_heads % self.key_heads == 0),
             ("head_k_dim", "to be even with rotary", not (self.rotary and self.head_k_dim % 2)),
@@ -95,7 +91,7 @@ class LinearAttentionConfig(SSMConfig):
 
     @property
     def norms_gated(self) -> bool:
-        """Whether what is normalised has gone through the gate."""
+        """Whether the gate comes before the norm."""
         return self.out_norm.startswith("gated")
 
     @property

@@ -27,7 +27,7 @@ _MODELS: dict[str, dict[str, Any]] = {
 }
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BACKBONE = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
-# fields of theirs that change no output, and what others must be
+# fields of theirs that change no output, and the values that others must have
 _IDLE = {
     *PreTrainedConfig().to_dict(),  # which a config.json leaves out where they are usual
     *("auto_map", "torch_dtype", "use_cache"),

@@ -1,7 +1,7 @@
 """Gated linear attention: Linear Transformer, RetNet, GLA, DeltaNet, gated DeltaNet, KDA, Mamba2.
 
 One mixer, whose configuration says which. What surprises: ``in_proj`` gives queries, keys and
-values in this order, then what decay, write strength and gate are made of. Decays and states are
+values in this order, then the inputs of decay, write strength and gate. Decays and states are
 always float32.
 
 Dimensions: B batch, L length, D hidden, H heads, G key heads, K key size, V value size.
@@ -173,8 +173,8 @@ class LinearAttentionMixer(SSMMixer):
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return the poles of decays that are fixed, or the mean decay of those that are not.
 
-        Poles are ``a``, or ``a e^(i theta)`` with rotary positions. What the delta rule erases of a
-        key is in neither; without a decay there is nothing else, and kernels are measured.
+        Poles are ``a``, or ``a e^(i theta)`` with rotary positions. The delta rule's erasing of
+        keys is in neither; without a decay there is nothing else, and kernels are measured.
         """
         _, decay, beta, _ = self.in_proj(hidden_states).split(self.splits, dim=-1)
         log_decay, _ = self._decay(decay, beta)

@@ -72,14 +72,3 @@ FAMILY = Family(
     lora_targets=("in_proj", "x_proj", "dt_proj", "out_proj"),
     converter=Converter(LonghornForCausalLM, from_official, to_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "LonghornConfig",
-    "LonghornForCausalLM",
-    "LonghornForImageClassification",
-    "LonghornForPairClassification",
-    "LonghornForSequenceClassification",
-    "LonghornForTokenClassification",
-    "LonghornModel",
-]

@@ -57,15 +57,11 @@ class LonghornConfig(SSMConfig):
     def check(self) -> None:
         """Check that sizes are at least 1 and initial scales positive."""
         super().check()
-        for name in ("d_state", "expand", "d_conv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_counts("d_state", "expand", "d_conv")
         for name in ("key_init_scale", "query_init_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        rank = self.dt_rank
-        if rank != "auto" and (isinstance(rank, str) or rank < 1):
-            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {rank!r}")
+        self.rank_of(self.dt_rank)
 
     @property
     def d_inner(self) -> int:
@@ -75,7 +71,4 @@ class LonghornConfig(SSMConfig):
     @property
     def step_rank(self) -> int:
         """R, ``dt_rank`` with "auto" worked out."""
-        return math.ceil(self.hidden_size / 16) if self.dt_rank == "auto" else int(self.dt_rank)
-
-
-__all__ = ["LonghornConfig"]
+        return self.rank_of(self.dt_rank)

@@ -1,8 +1,8 @@
 """Longhorn: state-space models as amortized online learners (arXiv 2407.14207).
 
 What surprises: ``x_proj`` returns the key (Mamba's ``B``) before the query; there is no ``A``,
-because a token's decay follows from what it writes; write strength, state and skip are always
-float32.
+because a token's decay follows from its key and write strength; write strength, state and skip are
+always float32.
 
 Dimensions: B batch, L length, D hidden, E inner, N state, K conv width, R write rank, S sequences.
 """
@@ -51,14 +51,13 @@ class LonghornScan(SSMMixer):
         """Make the layers of a direction."""
         inner = config.d_inner
         self.conv1d = CausalConv1d(inner, config.d_conv, config.conv_bias)
-        self.x_proj = Linear(inner, config.step_rank + 2 * config.d_state, bias=False)
-        # its initial rows of keys and of queries are scaled
-        self.x_proj.makes_keys = True  # pyright: ignore[reportArgumentType]
-        self.dt_proj = Linear(config.step_rank, inner, bias=False)
+        rank, states = config.step_rank, config.d_state
+        self.x_proj = Linear(inner, rank + 2 * states, bias=False, role="keys_and_queries")
+        self.dt_proj = Linear(rank, inner, bias=False)
         self.dt_bias = nn.Parameter(torch.full((inner,), config.dt_bias_init))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_norm = RMSNorm(inner, config.rms_norm_eps) if config.out_norm else None
-        self.splits = [config.step_rank, config.d_state, config.d_state]
+        self.splits = [rank, states, states]
         self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(  # a call, before which offloaded parameters are fetched
@@ -118,9 +117,7 @@ class LonghornMixer(LonghornScan):
         width, inner = config.hidden_size, config.d_inner
         self.in_proj = Linear(width, 2 * inner, bias=config.use_bias)
         self.make_scan(config)
-        self.out_proj = Linear(inner, width, bias=config.use_bias)
-        # its initial weights are scaled by depth
-        self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
+        self.out_proj = Linear(inner, width, bias=config.use_bias, role="mixer_end")
         self.reverse = self.reverse_norm = None
         if config.directions == "both-separate":
             self.reverse = LonghornScan(config, layer_idx)
@@ -225,17 +222,17 @@ class LonghornPreTrainedModel(SSMPreTrainedModel):
         ==================== =======================================
         """
         super()._init_weights(module)
-        config = self.config
+        config, role = self.config, getattr(module, "role", "")
         if isinstance(module, LonghornScan):
             init.constant_(module.dt_bias, config.dt_bias_init)
             init.ones_(module.D)
-        elif getattr(module, "makes_keys", False):
+        elif role == "keys_and_queries":
             weight = cast(nn.Linear, module).weight
             scale = torch.ones(len(weight), 1, device=weight.device, dtype=weight.dtype)
             scale[-2 * config.d_state : -config.d_state] = config.key_init_scale
             scale[-config.d_state :] = config.query_init_scale
             init.copy_(weight, weight * scale)
-        elif getattr(module, "ends_mixer", False) and config.rescale_prenorm_residual:
+        elif role == "mixer_end" and config.rescale_prenorm_residual:
             weight = cast(nn.Linear, module).weight
             bound = (weight.shape[1] * config.num_hidden_layers) ** -0.5
             init.uniform_(weight, -bound, bound)

@@ -13,7 +13,7 @@ from .modeling_rtf import (
     RTFModel,
 )
 
-# what all of the paper's classifiers have in common
+# common to all of the paper's classifiers
 _LAYERS = {
     "block": "s4",
     "norm_type": "batch",
@@ -176,14 +176,3 @@ FAMILY = Family(
     lora_targets=("in_proj", "down_proj", "out_proj"),
     converter=Converter(RTFForCausalLM, from_official, to_official),
 )
-
-__all__ = [
-    "FAMILY",
-    "RTFConfig",
-    "RTFForCausalLM",
-    "RTFForImageClassification",
-    "RTFForPairClassification",
-    "RTFForSequenceClassification",
-    "RTFForTokenClassification",
-    "RTFModel",
-]

@@ -26,9 +26,9 @@ class RTFConfig(SSMConfig):
         kernel_mode: "exact" takes the power series of b/a, for inputs of any length; "truncated"
             its values on a grid, as the paper's code does, where no state is ever needed.
         trunc_len: M, the grid of the truncated mode, made even; the number of taps of implicit
-            filters. Inputs may be longer: what lies further back is not seen, however they come.
+            filters. Inputs may be longer; taps end there, also in chunks and single tokens.
         denominator_constraint: "l1_montel" keeps all poles inside the unit disc.
-        constraint_margin: What distance from the boundary the constraint keeps; 0 is the paper.
+        constraint_margin: Least distance from the boundary; 0 is the paper's.
         coefficient_init: How a and b, or the residues of modes, start: "zeros", "xavier", "montel"
             or "copying".
         h0_init: Direct gains of 1, as the paper says, or N(0, 1) as its code has it.
@@ -38,8 +38,9 @@ class RTFConfig(SSMConfig):
             recurrence if the infinite response has decayed to rounding by then, else from the last
             inputs. "recurrent": the infinite response that begins with these taps, for whole
             inputs too; decodes by recurrence.
-        mixer_dropout: Probability to drop what enters the filter ("hyena") or the gated map ("s4").
-        bidirectional: A second set of filters looks at what comes later. No cache, no generation.
+        mixer_dropout: Probability to drop inputs of the filter ("hyena") or of the gated map
+            ("s4").
+        bidirectional: A second set of filters reads later inputs. No cache, no generation.
         implicit_features: Inputs of the network of implicit filters: time, sines and cosines; odd.
         implicit_width: Its hidden width.
         implicit_layers: Its hidden layers between the first and the last.
@@ -84,24 +85,15 @@ class RTFConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        for name in ("d_state", "d_conv", "implicit_width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_denominators", "mixer_rank", "trunc_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("d_state", "num_denominators", "mixer_rank", "trunc_len")
+        self.check_counts("d_conv", "implicit_width")
+        self.check_probabilities("mixer_dropout")
+        self.check_finite("constraint_margin")
         if self.hidden_size % self.denominators:
             raise ValueError(
                 "num_denominators must divide hidden_size, so that each serves equally many "
                 f"features, got {self.denominators} and {self.hidden_size}"
             )
-        if not 0 <= self.mixer_dropout < 1:
-            raise ValueError(
-                f"mixer_dropout must be at least 0 and below 1, got {self.mixer_dropout}"
-            )
-        if not 0 <= self.constraint_margin < float("inf"):
-            raise ValueError(f"constraint_margin must be at least 0, got {self.constraint_margin}")
         if self.legacy_double_h0 and self.block != "hyena":
             raise ValueError(f"legacy_double_h0 belongs to block='hyena', got block={self.block!r}")
         if self.mixer_rank is not None and self.block != "hyena":
@@ -200,6 +192,3 @@ class RTFConfig(SSMConfig):
         if self.filter == "implicit" or self.kernel_mode == "exact" or self.trunc_len is None:
             return None
         return self.trunc_len + self.trunc_len % 2
-
-
-__all__ = ["RTFConfig"]

@@ -32,7 +32,7 @@ _TOP = (
     ("backbone.embeddings.word_embeddings.", "model.embed_tokens."),
     ("backbone.ln_f.", "model.norm."),
 )
-# what a layer's names begin with
+# the beginnings of a layer's names
 _LAYER = (
     ("mixer.short_filter.", "mixer.short_conv."),
     ("mixer.mimo_proj.", "mixer.down_proj."),

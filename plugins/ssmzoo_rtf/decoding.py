@@ -101,7 +101,7 @@ class Oscillations:
         return (self.residues * modes).real.sum(-1)
 
     def response(self, modes: Tensor, length: int) -> Tensor:
-        """Return what a state adds to the next outputs, ``[B, length, D]``."""
+        """Return the parts of the next outputs from a state, ``[B, length, D]``."""
         return vandermonde(self.residues * modes, self.exponent, length).transpose(1, 2)
 
     def after(
@@ -207,7 +207,7 @@ def by_modes(
     if u.shape[1] == 1 and packing is None and modes is not None:
         assert owed is not None
         y = (owed + filters.gain * u.squeeze(1)).unsqueeze(1)
-        # what it reads of the new state is for the next token
+        # its read-out of the new state belongs to the next token
         owed, modes = diagonal_step(u.squeeze(1), modes, filters.decay(), None, filters.residues)
     else:
         rows, lengths, tokens = None, None, u.shape[1]

@@ -31,7 +31,7 @@ _IMPLICIT = (
     "implicit_frequency",
 )
 _SSM_PARAMETERS = ("D", *_RATIONAL, *_MODAL, *_IMPLICIT)
-# what messages call them
+# their names in messages
 _CALLED = {"a": "denominator", "b": "numerator", "D": "direct gain"}
 
 
@@ -215,7 +215,7 @@ class FilterBank(SSMMixer):
                 raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
 
     def _check_parameters(self) -> None:
-        """Fail with layer, row and what came unless all parameters of the filters are finite."""
+        """Fail with layer, row and value unless all parameters of the filters are finite."""
         for name in _SSM_PARAMETERS:
             parameter = getattr(self, name, None)
             wrong = None if parameter is None else first_not_finite(parameter.detach())

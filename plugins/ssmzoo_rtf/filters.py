@@ -16,7 +16,7 @@ from ssmzoo_kernels import rational_kernel
 
 Init = Literal["zeros", "xavier", "montel", "copying"]
 
-# what the authors' code adds to the sum it divides by
+# added to the divisor, as in the authors' code
 SMALLEST_SUM = 1e-6
 # units in the last place by which a sum of rounded terms may exceed the sum of their sizes
 ROUNDED = 8
@@ -49,39 +49,24 @@ def initial_coefficients(
     return (2 * drawn - 1) / (order if init == "montel" else order**0.5)
 
 
-def from_taps(taps: Tensor, num_denominators: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(a, b, h0)`` of the filters with given finite impulse responses.
-
-    Args:
-        taps: The responses ``[D, n + 1]``, tap 0 first.
-        num_denominators: Rows of ``a``, all zero.
-    """
-    if taps.dim() != 2 or taps.shape[1] < 1:
-        raise ValueError(f"taps must have shape [D, n + 1], got {list(taps.shape)}")
-    a = taps.new_zeros(num_denominators, taps.shape[1] - 1)
-    return a, taps[:, 1:].clone(), taps[:, 0].clone()
-
-
 def montel(
     a: Tensor,  # [D_a, n]
     slack: Tensor,  # [D_a]
-    margin: float = 1e-3,
+    margin: float,
 ) -> Tensor:
     """Shrink each denominator until ``sum |a_i| < 1``, which puts all poles inside the unit disc.
 
     ``a / ((1 + margin) sum |a| + |slack| + 1e-6)``: a reparametrisation, gradients flow to both. A
     fit drives the slack to zero where it wants slow decay; without a margin ``|a(z)|`` then comes
     arbitrarily near zero on the unit circle, with one it stays above ``margin / (1 + margin)``. The
-    sum stays below 1 as it rounds, too: what slack and margin leave of it is at least 8 eps.
+    sum stays below 1 as it rounds, too: the distance from 1 is at least 8 eps.
 
     Args:
         a: Unconstrained coefficients.
         slack: Learned distance from the boundary.
-        margin: Distance from the boundary that remains at zero slack; 0 is the paper's.
+        margin: Distance from the boundary that remains at zero slack, at least 0, the paper's.
     """
-    if margin < 0:
-        raise ValueError(f"margin must be at least 0, got {margin}")
-    # near the boundary a gradient loses what points outward, nearly all of it
+    # near the boundary a gradient loses its outward component, nearly all of it
     exact, apart = a.double(), slack.double().abs()[:, None]
     total = exact.abs().sum(1, keepdim=True)
     divisor = (1 + margin) * total + apart + SMALLEST_SUM
@@ -96,7 +81,7 @@ def deployed_numerator(
 ) -> tuple[Tensor, Tensor]:
     """Turn numerators trained on a grid into those of the infinite response.
 
-    What the truncated kernel k optimises is ``C (I - A^M)``, M the grid's size. The recurrence
+    Training on the truncated kernel k fits ``C (I - A^M)``, M the grid's size. The recurrence
     ``k[m] = b_m - sum a_i k[m - i]`` of its taps 1..n gives the numerator back without a matrix,
     also with poles outside the disc. Computed in float64.
 
@@ -131,7 +116,7 @@ def ends_within(
     response = rational_kernel(a.double(), b.double(), 2 * length)
     rest, all_of_it = response[:, length:].norm(dim=1), response.norm(dim=1)
     rounding = torch.finfo(b.dtype).eps * math.log2(4 * length)
-    # what overflows compares as inf and nan
+    # overflows compare as inf and nan
     silent = (rest <= rounding * all_of_it) & all_of_it.isfinite()
     return silent.view(a.shape[0], -1).all(1)
 

@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor
 
-# what is left of a tap where its window has fallen by its share
+# the window's value after its share of the filter's length
 TARGET = 1e-2
 
 
-def position_features(taps: int, features: int, device: torch.device | None = None) -> Tensor:
+def position_features(taps: int, features: int, device: torch.device) -> Tensor:
     """Return ``z``, the time in [0, 1], then cosines, then minus sines, ``[M, E]`` float64."""
     bands = (features - 1) // 2
     steps = torch.arange(taps, dtype=torch.float64, device=device)
@@ -23,9 +23,7 @@ def position_features(taps: int, features: int, device: torch.device | None = No
     return torch.cat([time[:, None], phase.cos(), -phase.sin()], dim=1)
 
 
-def decay_rates(
-    width: int, shares: tuple[float, float], device: torch.device | None = None
-) -> Tensor:
+def decay_rates(width: int, shares: tuple[float, float], device: torch.device) -> Tensor:
     """Return ``|delta|``, from slow to fast, ``[D]`` float64."""
     fast, slow = shares
     rate = -math.log(TARGET)

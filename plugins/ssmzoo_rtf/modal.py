@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssmzoo_kernels import vandermonde
 
-# the largest decay: what it leaves of a mode after a token is a normal number of float32
+# the largest decay: e^-decay is still a normal number of float32
 FASTEST = 80.0
 
 

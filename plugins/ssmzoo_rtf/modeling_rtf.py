@@ -78,7 +78,7 @@ class RTFMixer(FilterBank):
     """
 
     written_in_place = frozenset({"ring"})  # a step fills its free place
-    # not what modes owe to the next token, which follows from them
+    # not ``owed``, which follows from the modes
     startable_states = frozenset({"ring", "position", "modes", "inputs", "conv"})
 
     def __init__(self, config: RTFConfig, layer_idx: int) -> None:
@@ -93,9 +93,7 @@ class RTFMixer(FilterBank):
             if rank is not None:
                 self.filter_norm = RMSNorm(width, FILTER_NORM_EPS)
                 self.down_proj = Linear(width, rank)
-            self.out_proj = Linear(width if rank is None else rank, width)
-            # its initial weights are scaled by depth
-            self.out_proj.ends_mixer = True  # pyright: ignore[reportArgumentType]
+            self.out_proj = Linear(width if rank is None else rank, width, role="mixer_end")
         elif config.block == "s4":
             self.out_proj = Linear(width, 2 * width)
         self.block = config.block
@@ -107,7 +105,7 @@ class RTFMixer(FilterBank):
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
         The state is, of filters that decode by recurrence, ``ring [B, n + 1, D]`` and
-        ``position [B]``; of modal ones ``modes [B, D, N, 2]`` and what these owe to the next token,
+        ``position [B]``; of modal ones ``modes [B, D, N, 2]`` and their part of the next output,
         ``owed [B, D]``; of others the last ``inputs [B, M - 1, D]``; and for "hyena" ``conv``.
         """
         dtype = hidden_states.dtype
@@ -216,7 +214,7 @@ class RTFMixer(FilterBank):
     def _layout(self) -> tuple[Tensor | None, Tensor | None, bool]:
         """Check the parameters; return the channels of :meth:`_split`, and whether all window.
 
-        Not under ``no_grad``: what a parametrization gave here is used again for the filters.
+        Not under ``no_grad``: the filters use a parametrization's cached tensors again.
         """
         if not torch.compiler.is_exporting():
             self._check_parameters()
@@ -234,7 +232,7 @@ class RTFMixer(FilterBank):
         channels = torch.arange(width, device=a.device)
         if config.decode_mode == "fir":
             return None, channels
-        # where the poles are, nobody knows
+        # without values, poles are unknown
         if a.is_meta or (config.taps is None and torch.compiler.is_exporting()):
             return None, None
         outside = a.new_zeros(len(a), dtype=torch.int64)
@@ -243,7 +241,7 @@ class RTFMixer(FilterBank):
         if config.taps is None:
             self._warn_of_growth(a, outside)
             return None, None
-        # a recurrence rings on where the window ends: only what has died away there may take one
+        # a recurrence goes on behind the window: only responses that have ended there may use one
         b, _ = deployed_numerator(a, self.b.detach(), config.taps)
         within = (outside == 0) & ends_within(a, b, config.taps)
         if bool(within.all()):
@@ -295,7 +293,7 @@ class RTFMixer(FilterBank):
             u, packing = rows.gather(u), None
         taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
         kernel, gain = self.kernel(taps), self.gain()
-        # on a GPU this look would stall the queue
+        # on a GPU this check would synchronise
         if u.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_finite(kernel, gain)
         future = None
@@ -341,7 +339,7 @@ class RTFPreTrainedModel(SSMPreTrainedModel):
             return
         elif self.config.block == "hyena":
             std = self.config.initializer_range
-            if getattr(module, "ends_mixer", False) or getattr(module, "ends_mlp", False):
+            if getattr(module, "role", "") in ("mixer_end", "mlp_end"):
                 std /= (2 * self.config.num_hidden_layers) ** 0.5
             init.normal_(module.weight, std=std)
         elif module is getattr(self, "score", None):

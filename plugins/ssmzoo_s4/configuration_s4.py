@@ -18,9 +18,9 @@ class S4Config(SSMConfig):
             None: each feature has its own, as in the paper. C, D and dt always are its own.
         dt_min: Smallest initial time step.
         dt_max: Largest initial time step.
-        block: What follows the filter: "linear" is the paper's, GELU and a linear layer across
+        block: The layers after the filter: "linear" is the paper's, GELU and a linear layer across
             features; "glu" a GLU of twice that layer, as in later code; "filter" nothing.
-        bidirectional: The same state space with a second C looks at what comes later. No cache.
+        bidirectional: The same state space with a second C reads later inputs. No cache.
         tie_dropout: Drop whole features of a sequence, also after the filter.
     """
 

@@ -6,8 +6,8 @@ the form: with ``lambda = (1 + dt Lambda / 2) / (1 - dt Lambda / 2)`` a token is
 
     w = Re(probe . x),   x <- lambda x + drive u - feedback w,   y = Re(readout . x)
 
-so P P* is a loop around a diagonal system, and Woodbury's identity says what the loop does to
-transfer functions. Here they are power series in z, whose first L coefficients need no later ones:
+so P P* is a loop around a diagonal system, and Woodbury's identity says the transfer
+functions with the loop. Here they are power series in z, whose first L coefficients need no later ones:
 a kernel is the same for every length, without the paper's ``C (I - Abar^L)``. The quotient is well
 conditioned whatever is learned: the loop is passive, ``|1 + z E_pf|`` in the unit disc is at least
 the reciprocal of ``gain`` below.
@@ -27,8 +27,8 @@ class System(NamedTuple):
     exponent: Tensor  # log lambda, its real part below zero
     drive: Tensor  # how the input enters the state, Bbar
     feedback: Tensor  # how w enters it
-    probe: Tensor  # what w reads of the last state
-    readout: Tensor  # what the output reads of the new one, 2 C
+    probe: Tensor  # how w is read off the last state
+    readout: Tensor  # how the output is read off the new one, 2 C
 
     @classmethod
     def of(cls, dt: Tensor, A: Tensor, P: Tensor, B: Tensor, C: Tensor) -> "System":
@@ -46,8 +46,9 @@ class System(NamedTuple):
 
         With ``E_xy(z) = sum_l Re(x . lambda^l y) z^l`` of the diagonal system they are
         ``C Abar^l Bbar``, that is ``E_rd - E_rf heard``; from the input to w,
-        ``z E_pd / (1 + z E_pf)``; from w to what it takes off the output, ``E_rf``; and from w to
-        what it takes off the next w, ``E_pf``. Longer ones begin with shorter ones.
+        ``z E_pd / (1 + z E_pf)``; from w to the part that it subtracts from the output, ``E_rf``;
+        and from w to the part that it subtracts from the next w, ``E_pf``. Longer ones begin with
+        shorter ones.
         """
         pairs = [(r, x) for r in (self.readout, self.probe) for x in (self.drive, self.feedback)]
         weights = torch.stack([r * x for r, x in pairs])
@@ -57,9 +58,10 @@ class System(NamedTuple):
         return direct - echoed[0].T, heard, echo, loop
 
     def response(self, x: Tensor, echo: Tensor, again: Tensor, length: int) -> list[Tensor]:
-        """Return what a state ``[B, H, N]`` adds to outputs and to w, ``[B, length, H]`` each.
+        """Return the parts of outputs and of w from a state ``[B, H, N]``, ``[B, length, H]`` each.
 
-        ``again`` is ``z E_pf / (1 + z E_pf)``: what w takes off itself, round after round.
+        ``again`` is ``z E_pf / (1 + z E_pf)``: the part that w subtracts from later w, in all
+        rounds.
         """
         weights = ((v.to(x.dtype) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
         y, w = (vandermonde(v, self.exponent, length, offset=n).mT for v, n in weights)

@@ -98,7 +98,7 @@ class S4Mixer(SSMMixer):
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
 
     def _filter(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
-        """Filter whole sequences, or what follows a state; leave the state after them."""
+        """Filter whole sequences, or tokens behind a state; leave the state after them."""
         tokens, rows, start = u.shape[1], None, state.get_row("ssm")
         keeps = state.keep or start is not None
         if packing is not None and (keeps or packing.rows is not None):
@@ -119,8 +119,8 @@ class S4Mixer(SSMMixer):
     def _march(self, u: Tensor, x: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """Filter ``[B, L, H]`` from a state ``[B, H, N]``, and return the state after it, too.
 
-        Span by span: what takes a state in and leaves one has filters of its own, which are then no
-        longer than a span. Rows may have other lengths ``[B]``.
+        Span by span: to continue from a state and leave one takes further filters, which are then
+        no longer than a span. Rows may have other lengths ``[B]``.
         """
         spans = [u] if torch.compiler.is_compiling() else u.split(SPAN, dim=1)
         taps = max(1, spans[0].shape[1])
@@ -158,7 +158,7 @@ class S4Mixer(SSMMixer):
         return (y - echo * w)[:, None]
 
     def _tables(self) -> list[Tensor]:
-        """Return what a token multiplies: decay and the rest of the system; echo's tap 0, [H]."""
+        """Return the factors of a step: decay, the rest of the system, and echo's tap 0, [H]."""
         exponent, *rest = self.system()
         exact = torch.promote_types(torch.complex64, self.C.dtype)
         decay, drive, feedback, probe, readout = (x.to(exact) for x in (exponent.exp(), *rest))

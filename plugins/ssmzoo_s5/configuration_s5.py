@@ -14,10 +14,10 @@ class S5Config(SSMConfig):
 
     Attributes:
         variant: "s5" learns eigenvalues in continuous time and a time step for each; "lru" a decay,
-            an angle and gamma, the gain of what enters, as logarithms.
+            an angle and gamma, the gain of the inputs, as logarithms.
         d_state: The order of the state. "s5" stores one mode of each conjugate pair, "lru" all.
-        bidirectional: A second readout looks at what comes later, S5's own way. No cache.
-        activation: What follows the state space: "gelu"; "full_glu", a GLU of GELU's output;
+        bidirectional: A second readout of later inputs is added, S5's own way. No cache.
+        activation: The layer after the state space: "gelu"; "full_glu", a GLU of GELU's output;
             "half_glu1", GELU's output times a gate made of it; "half_glu2", the same of the bare
             output, its gate made of GELU's.
         irregular_steps: The forward pass needs ``time_steps [B, L]``, by which each token's time
@@ -54,8 +54,7 @@ class S5Config(SSMConfig):
         """Fail unless the fields fit each other."""
         super().check()
         order, blocks = self.d_state, self.blocks
-        if order < 1 or blocks < 1:
-            raise ValueError(f"d_state and blocks must be at least 1, got {order} and {blocks}")
+        self.check_counts("d_state", "blocks")
         if self.variant == "s5" and order % (2 * blocks):
             raise ValueError(
                 "d_state must be a multiple of 2 * blocks, because modes come in pairs, "
@@ -77,5 +76,5 @@ class S5Config(SSMConfig):
 
     @property
     def token_inputs(self) -> tuple[str, ...]:
-        """What a forward pass needs for every token."""
+        """``time_steps`` with irregular steps."""
         return ("time_steps",) if self.irregular_steps else ()

@@ -46,8 +46,8 @@ class S5Mixer(SSMMixer):
     """Filter all features by one state space, then gate each.
 
     ``x[t] = Lbar x[t-1] + Bbar u[t]``, ``y[t] = 2 Re(C x[t]) + D u[t]`` (S5: one of each pair), or
-    ``x[t] = lambda x[t-1] + gamma B u[t]``, ``y[t] = Re(C x[t]) + D u[t]`` (the LRU); then what
-    ``config.activation`` names.
+    ``x[t] = lambda x[t-1] + gamma B u[t]``, ``y[t] = Re(C x[t]) + D u[t]`` (the LRU); then
+    ``config.activation``.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {
@@ -91,7 +91,7 @@ class S5Mixer(SSMMixer):
         return (x if kind == "half_glu1" else y.to(dtype)) * torch.sigmoid(gate)
 
     def poles(self) -> tuple[Tensor, Tensor]:
-        """Return logarithms of the stored poles of a step, and the gains of what enters, [N]."""
+        """Return logarithms of the stored poles of a step, and the gains of the inputs, [N]."""
         if self.config.variant == "lru":
             log_pole = torch.complex(-self.nu_log.double().exp(), self.theta_log.double().exp())
             return log_pole, self.gamma_log.double().exp()
@@ -133,7 +133,7 @@ class S5Mixer(SSMMixer):
         return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
 
     def _held(self, pole: Tensor, drive: Tensor, steps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return every token's poles and what enters, [B, L, N], held for its step if not None."""
+        """Return every token's poles and inputs, [B, L, N], held for its step if it has one."""
         if steps is None:
             return pole.expand_as(drive), drive
         log_pole = pole * (steps.unsqueeze(-1) * self.log_dt.exp())

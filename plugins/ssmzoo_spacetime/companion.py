@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LONGEST_AVERAGE = 63  # inputs that a moving average of ``preprocess`` may cover
+
 
 def unit(x: Tensor) -> Tensor:
     """Divide rows by their 1-norms, or 1e-4; of a, so that A's eigenvalues are at most 1."""
@@ -19,7 +21,7 @@ def transfer_function(a: Tensor, B: Tensor, *readouts: Tensor) -> list[Tensor]:
     All are ``[K, d]``: ``alpha(z) = det(1 - A / z) = 1 + sum_i alpha_i z^-i`` with a in reverse,
     ``beta(z) = sum_i beta_i z^-i``, i = 1 .. d. Numerators cost O(d log d): by Woodbury's identity,
     as in the paper's Algorithm 1, they are ``<C, B> alpha + <C, a> <e, B>`` with
-    ``<x, y> = x (z - S)^-1 y``, where what stands behind ``z^-d`` cancels.
+    ``<x, y> = x (z - S)^-1 y``, where terms behind ``z^-d`` cancel.
     """
     order = a.shape[-1]
     size, alpha = 2 * order, -a.flip(-1)
@@ -33,15 +35,15 @@ def transfer_function(a: Tensor, B: Tensor, *readouts: Tensor) -> list[Tensor]:
     return found
 
 
-def fixed_filters(width: int, low: int = 4, high: int = 64) -> Tensor:
-    """Return the filters of ``preprocess``, ``[H, high - 1]``, the last tap for the current input.
+def fixed_filters(width: int) -> Tensor:
+    """Return the filters of ``preprocess``, ``[H, 63]``, the last tap for the current input.
 
     Of eight features, four take differences, ``(1 - 1/z)^j`` for j = 0 to 3, and four the residual
-    of a moving average over m inputs, which is drawn for each, ``low <= m < high``.
+    of a moving average over m inputs, which is drawn for each, ``4 <= m < 64``.
     """
-    windows = torch.randint(low, high, (width // 8, 4, 1), device="cpu")
-    filters = torch.zeros(width // 8, 8, high - 1, device="cpu")
-    filters[:, 4:] = -(torch.arange(high - 1, device="cpu") < windows).float() / windows
+    windows = torch.randint(4, LONGEST_AVERAGE + 1, (width // 8, 4, 1), device="cpu")
+    filters = torch.zeros(width // 8, 8, LONGEST_AVERAGE, device="cpu")
+    filters[:, 4:] = -(torch.arange(LONGEST_AVERAGE, device="cpu") < windows).float() / windows
     filters[..., 0] += 1
     for order in (1, 2, 3):
         filters[:, order] = filters[:, order - 1] - filters[:, order - 1].roll(1, dims=-1)

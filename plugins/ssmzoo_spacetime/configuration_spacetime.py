@@ -15,8 +15,8 @@ class SpaceTimeConfig(SSMForecastingConfig):
         d_state: d, the order of a state space.
         n_kernels: State spaces of a layer, each of neighbouring features. None: every feature has
             its own, as it always has in the forecaster's decoder.
-        block: What follows the filter: "mlp" is the paper's, GELU, a linear layer and a skip; "glu"
-            a GLU of twice that layer, as in RTF's comparison.
+        block: The layers after the filter: "mlp" is the paper's, GELU, a linear layer and a skip;
+            "glu" a GLU of twice that layer, as in RTF's comparison.
         kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
         preprocess: The first layer sees differences and residuals of moving averages.
     """
@@ -32,8 +32,7 @@ class SpaceTimeConfig(SSMForecastingConfig):
         """Fail unless the fields fit each other."""
         super().check()
         width, kernels = self.hidden_size, self.n_kernels
-        if self.d_state < 1:
-            raise ValueError(f"d_state must be at least 1, got {self.d_state}")
+        self.check_counts("d_state")
         if kernels is not None and (kernels < 1 or width % kernels):
             raise ValueError(f"n_kernels must be None or divide hidden_size {width}, got {kernels}")
         if self.preprocess and (self.norm_type != "none" or not self.residual or width % 8):

@@ -92,7 +92,7 @@ class SpaceTimeMixer(SSMMixer):
         mixed = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
         if self.config.block == "glu":
             mixed, y = F.glu(mixed, dim=-1), 0
-        # the block adds its input, where the paper adds what the fixed filters made of it
+        # the block adds its input, the paper the output of the fixed filters
         return (mixed + y + (u - x) if self.preprocesses else mixed + y).to(hidden_states.dtype)
 
     def write_token(
@@ -114,12 +114,14 @@ class SpaceTimeMixer(SSMMixer):
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return denominators and numerators ``[K, d]`` and direct gains ``[H]``; float64."""
         alpha, beta = transfer_function(unit(self.a), self.B.double(), self.C.double())
-        now = beta[:, :1]  # C B, what a token sees of itself; the rest is read before the update
+        now = beta[
+            :, :1
+        ]  # C B, a token's effect on its own output; the rest is read before the update
         b = F.pad(beta[:, 1:], (0, 1)) - now * alpha
         return alpha, b, self.D.double() + now[:, 0].repeat_interleave(self.heads)
 
     def tables(self) -> list[Tensor]:
-        """Return what a token multiplies: every feature's a and b, ``[H, d]``, and gains."""
+        """Return the factors of a step: every feature's a and b, ``[H, d]``, and gains."""
 
         def make() -> list[Tensor]:
             exact = torch.promote_types(torch.float32, self.a.dtype)
@@ -166,7 +168,7 @@ class SpaceTimeMixer(SSMMixer):
 
 
 class SpaceTimeDecoder(SSMDecoder):
-    """Foretell by a closed loop, ``K x[t-1]`` for ``u[t]``; all vectors have 1-norms of 1."""
+    """Forecast by a closed loop, ``K x[t-1]`` for ``u[t]``; all vectors have 1-norms of 1."""
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys("aBCK", "ssm")
 

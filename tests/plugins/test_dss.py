@@ -514,7 +514,8 @@ def draw(growing, features=3, modes=4, channels=2, dtype=torch.float64):
 
 
 def filters(lam, log_dt, w, taps=11, **options):
-    options = {"variant": "softmax", "norm_length": taps, **options}
+    usual = {"variant": "softmax", "norm_length": taps, "eps": 0.0, "conjugate_pairs": False}
+    options = {**usual, "legacy_detached_shift": False, **options}
     return modes_of(torch.view_as_complex(lam), log_dt, w, **options).kernel(taps)
 
 
@@ -875,7 +876,7 @@ def test_dropout_takes_whole_features_of_a_sequence():
         ({"max_kernel_length": -3}, "max_kernel_length must be None or at least 1, got -3"),
         ({"dt_min": 0.2}, "dt_min and dt_max must .* got 0.2 and 0.1"),
         ({"dt_min": 0.0}, "must be positive"),
-        ({"softmax_eps": -1.0}, "softmax_eps must be at least 0, got -1.0"),
+        ({"softmax_eps": -1.0}, "softmax_eps must be at least 0 and finite, got -1.0"),
         ({**FIXED, "max_kernel_length": 25}, "must not exceed kernel_norm_length.*got 25 and 24"),
         (
             {"kernel_variant": "exp_re_im", "lambda_init": "lin"},
@@ -1038,7 +1039,7 @@ def test_a_checkpoint_that_is_none_of_ours_is_refused():
     official = to_official(model.state_dict(), model.config)
     with pytest.raises(LookupError, match=r"unknown \['gate'\]"):
         from_official({**official, "gate": torch.zeros(1)}, {})
-    with pytest.raises(LookupError, match="lacks what becomes"):
+    with pytest.raises(LookupError, match="lacks the weight that becomes"):
         from_official({}, {})
     official["model.layers.1.layer.D"] = torch.zeros(1, 5)
     with pytest.raises(ValueError, match=r"mixer.D must have shape \[1, 12\], got \[1, 5\]"):

@@ -502,8 +502,8 @@ def test_the_language_models_are_as_large_as_their_names_say():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"d_state": 0}, "d_state and blocks must be at least 1, got 0 and 1"),
-        ({"blocks": 0}, "d_state and blocks must be at least 1, got 8 and 0"),
+        ({"d_state": 0}, "d_state must be at least 1, got 0"),
+        ({"blocks": 0}, "blocks must be at least 1, got 0"),
         ({"d_state": 7}, r"d_state must be a multiple of 2 \* blocks.* got 7 and blocks = 1"),
         ({"blocks": 3}, r"d_state must be a multiple of 2 \* blocks.* got 8 and blocks = 3"),
         ({**LRU, "irregular_steps": True}, "irregular_steps needs variant='s5', got 'lru'"),

@@ -22,11 +22,11 @@ from ssmzoo.environment.messages import shortened
 from ssmzoo.modeling.cache_files import StateFile, damaged, read_states, write_states
 from ssmzoo.modeling.cache_identity import (
     Start,
-    as_of_now,
     difference,
     own_fields,
     require_same_start,
     start_named,
+    upgraded,
 )
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.packing import Sequences
@@ -70,7 +70,7 @@ class RecurrentCache(RollbackCache):
     """
 
     max_cache_len: int | None = None  # None: it has room for any number of tokens
-    adapter: Start | None = None  # what its states began from
+    adapter: Start | None = None  # the state adapter that its states began from
 
     def __init__(self, config: PreTrainedConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -223,7 +223,7 @@ class RecurrentCache(RollbackCache):
         """
         cache = cls(config, **options)
         file = read_states(path, device)
-        owner, wanted = as_of_now(file.owner, cache.owner, type(config)), cache.owner
+        owner, wanted = upgraded(file.owner, cache.owner, type(config)), cache.owner
         if owner != wanted:
             raise ValueError(
                 f"{path} belongs to another model: {shortened(difference(owner, wanted))}"
@@ -264,20 +264,20 @@ class StateCache(RecurrentCache):
         super().__init__(config, layers=layers)
 
     def get_states(self) -> list[dict[str, Tensor]]:
-        """Return what each layer holds, by name; not copies."""
+        """Return each layer's states by name; not copies."""
         return [layer.states for layer in self.layers]
 
     def set_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Let each layer hold these."""
+        """Replace each layer's states."""
         for layer, held in zip(self.layers, states, strict=True):
             layer.states = held
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
-        """Take the states that a call left in its layers; return what the call returns.
+        """Take the states that a call left in its layers; return the call's hidden states.
 
         Args:
             states: The layers', as the call left them.
-            hidden_states: What the last layer returned, normed.
+            hidden_states: The final norm's output.
         """
         for layer, state in zip(self.layers, states, strict=True):
             layer.states = state.final
@@ -316,12 +316,12 @@ class StateCache(RecurrentCache):
         packing: Sequences | None,
         token_inputs: Mapping[str, Tensor],
     ) -> Recorded | None:
-        """Return what :meth:`record` returns for a call.
+        """Return the snapshot before a call, as :meth:`record` does.
 
         Args:
-            inputs_embeds: What it is about to read ``[B, L, D]``.
-            packing: Where its sequences are, if its rows are not whole ones.
-            token_inputs: What else it reads, ``[B, L]``, by argument.
+            inputs_embeds: The call's inputs ``[B, L, D]``.
+            packing: Its sequences; None: every row is one.
+            token_inputs: Its further inputs, ``[B, L]``, by argument.
         """
         inputs: dict[str, Tensor] | None = {"inputs_embeds": inputs_embeds.detach(), **token_inputs}
         if packing is not None:
@@ -357,7 +357,7 @@ class StateCache(RecurrentCache):
             config: The configuration of the model that will continue from it.
             device: Where to put the tensors.
             adapter: The state adapter of that model.
-            **options: What else this class of cache is made with.
+            **options: Further arguments of this class of cache.
 
         Raises:
             ValueError: The file is not a saved state, is damaged, belongs to another model, or

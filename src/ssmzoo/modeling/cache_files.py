@@ -22,10 +22,10 @@ _OTHER = "other."  # before the names of tensors in the file that are no states
 
 
 class StateFile(NamedTuple):
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
-        owner: What a model must share with the one that the states belong to.
+        owner: Fields that a model must share with the one that the states belong to.
         states: By the number of a layer, the states by name.
         seen_tokens: How many tokens they have seen.
         adapter: The digest of the state adapter that they began from; None: they began from zeros.
@@ -78,7 +78,7 @@ def write_states(path: str | os.PathLike[str], content: StateFile) -> None:
 
 
 def read_states(path: str | os.PathLike[str], device: str | torch.device) -> StateFile:
-    """Read what :func:`write_states` wrote.
+    """Read a file that :func:`write_states` wrote.
 
     Raises:
         ValueError: The file is not a saved state, or is damaged.
@@ -87,7 +87,7 @@ def read_states(path: str | os.PathLike[str], device: str | torch.device) -> Sta
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             notes = file.metadata() or {}
-            # where a file's tensors begin, matrix libraries round otherwise: a copy is aligned
+            # copies are aligned: matrix libraries round by alignment
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except OSError:
         raise
@@ -122,9 +122,9 @@ def read_states(path: str | os.PathLike[str], device: str | torch.device) -> Sta
     return StateFile(owner, held, seen, notes.get("adapter"), others, notes)
 
 
-def damaged(path: str | os.PathLike[str], what: object) -> ValueError:
+def damaged(path: str | os.PathLike[str], reason: object) -> ValueError:
     """Return the error for a damaged file."""
-    return ValueError(f"{path} is a damaged StateCache: {what}")
+    return ValueError(f"{path} is a damaged StateCache: {reason}")
 
 
 def tensors_digest(tensors: Mapping[str, Tensor], *, preface: Iterable[str] = ()) -> str:

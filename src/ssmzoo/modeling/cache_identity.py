@@ -14,7 +14,7 @@ STATE_ADAPTER = "state_adapter"  # the name of a state adapter in the model arou
 
 
 class Start(Protocol):
-    """What a state may have begun from in place of zeros: a state adapter."""
+    """A start of states other than zeros: a state adapter."""
 
     def digest(self) -> str:
         """Return the SHA-256 of its states."""
@@ -36,19 +36,19 @@ def require_same_start(began: Start | None, adapter: Start | None) -> None:
 
 
 def start_named(digest: str | None) -> str:
-    """Return in words what states began from, by an adapter's digest."""
+    """Return in words the start of states with this digest of an adapter."""
     return "no state adapter" if digest is None else f"the state adapter {digest[:12]}"
 
 
-def as_of_now(owner: Any, wanted: Mapping[str, Any], kind: type[PreTrainedConfig]) -> Any:
-    """Return what a file says of the model that it belongs to, as this version would say it.
+def upgraded(owner: Any, wanted: Mapping[str, Any], kind: type[PreTrainedConfig]) -> Any:
+    """Return the fields of its model that a file holds, as this version would write them.
 
-    A field that its version did not have yet has its default; one that no longer counts is left
+    A field that an earlier version lacked gets its default; one that is no longer compared is left
     out.
 
     Args:
-        owner: The content of the file.
-        wanted: The same of the model that the file is loaded for.
+        owner: The fields in the file.
+        wanted: Those of the model that the file is loaded for.
         kind: The class of that model's configuration.
     """
     if not isinstance(owner, dict):
@@ -58,7 +58,7 @@ def as_of_now(owner: Any, wanted: Mapping[str, Any], kind: type[PreTrainedConfig
 
 
 def difference(before: Any, now: Mapping[str, Any]) -> str:
-    """Return in words what two signatures do not share; of two families, their names."""
+    """Return in words how two signatures differ; of two families, their names."""
     if not isinstance(before, dict):  # of a file
         return f"made for {before!r}, got {now}"
     shared = before.keys() & now.keys()

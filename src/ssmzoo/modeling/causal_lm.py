@@ -28,7 +28,7 @@ from ssmzoo.modeling.static_cache import StaticStateCache
 
 _LOGGER = logging.get_logger("ssmzoo")
 
-# what `generate` passes along in a decoding step, and this model has a use for or none at all
+# arguments of `generate` in a plain decoding step
 _STEP_ARGUMENTS = frozenset(
     {"next_sequence_length", "use_cache", "logits_to_keep", "position_ids", "attention_mask"}
 )
@@ -66,7 +66,7 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
         return self.model
 
     def make_head(self, config: Any) -> nn.Module:
-        """Return what maps ``[B, L, D]`` to logits ``[B, L, V]``; a family may have another one.
+        """Return the map from ``[B, L, D]`` to logits ``[B, L, V]``; a family may have another.
 
         Its ``weight [V, D]`` is the embedding's where the configuration ties the two.
         """
@@ -97,9 +97,9 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
                 time; None: as ``config.skip_logits`` says.
             **inputs: Other arguments of :meth:`SSMModel.forward`. For the loss
                 ``shift_labels [B, L]``, the token after each position, or -100, taken as they are
-                in place of ``labels``; and ``num_items_in_batch``, all that Trainer counts in a
-                step, of which this call's share of first tokens that nothing predicts is taken
-                off: exact where all calls of the step have the same share.
+                in place of ``labels``; and ``num_items_in_batch``, the tokens that Trainer counts
+                in a step. This call's share of sequences' first tokens, which nothing predicts, is
+                subtracted from it: exact if all calls of the step have the same share.
 
         Returns:
             ``loss`` (mean cross-entropy in nats), ``logits [B, L, V]`` or None, ``cache``.
@@ -254,17 +254,17 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
                 f"{type(self).__name__} has one kind beside 'static', which keeps it in place"
             )
             prepared.cache_implementation = None
-        if prepared.is_assistant:  # or a model whose own configuration asks for it asks for ever
+        if prepared.is_assistant:  # or the model's own setting would call for an assistant again
             prepared.assistant_early_exit = None
         return prepared, model_kwargs
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Find padding around a prompt, but not in what an assistant gets to go on from.
+        """Find padding around a prompt, but not in an assistant's input.
 
-        There transformers leaves the mask out if nothing is padded, and a pad token is a token that
-        the model chose.
+        For an assistant transformers leaves the mask out if nothing is padded, and a pad token in
+        its input is one that the model chose.
         """
         if generation_config.is_assistant:
             return inputs_tensor.new_ones(inputs_tensor.shape[:2], dtype=torch.long)
@@ -274,13 +274,13 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
     def _assisted_decoding(
         self, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """Speculate from a given state, of which transformers forgets what it has seen.
+        """Decode with an assistant, also from a given state, and tidy up however it ends.
 
-        However it ends, the configuration is as it was, and the state records no more.
+        The configuration gets its number of layers back, and the state records no more calls.
         """
         generation_config.cache_implementation = None  # transformers refuses its own static caches
         layers = self.config.num_hidden_layers
-        if len(self.model.layers) == layers:  # of which fewer may be asked to propose
+        if len(self.model.layers) == layers:  # fewer may propose tokens
             self.model.layers_built = layers
         decode = functools.partial(
             super()._assisted_decoding,  # pyright: ignore[reportAttributeAccessIssue]
@@ -358,8 +358,8 @@ def decode_assisted(
 
     Args:
         decode: Runs it.
-        backbone: The module that reads again what stays of the last proposals.
-        input_ids: What it goes on from.
+        backbone: The module that reads the accepted tokens of the last proposals again.
+        input_ids: The tokens so far.
         generation_config: The settings of ``generate``.
         model_kwargs: The arguments of the model's calls, with the cache as :data:`CACHE`.
     """
@@ -367,7 +367,7 @@ def decode_assisted(
     if cache is None:
         return decode()  # transformers refuses it
     length = prompt_length(generation_config, model_kwargs)
-    # transformers forgets what a given state has seen when it adds candidates to the first call
+    # transformers ignores tokens that a given state has seen as it adds candidates to a first call
     cache.input_holds_seen = bool(cache.seen_tokens) and length == input_ids.shape[1]
     try:
         output = decode()

@@ -21,7 +21,13 @@ from transformers.modeling_outputs import (
 from ssmzoo.modeling.compat import CACHE, SequenceClassifierOutputWithPast, renamed_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.head import SSMHead, names_inputs
-from ssmzoo.modeling.inputs import given_input, refuse_cache, refuse_unknown
+from ssmzoo.modeling.inputs import (
+    BOUNDARIES,
+    PACKING,
+    given_input,
+    refuse_cache,
+    refuse_unknown,
+)
 from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.losses import (
     cross_entropy,
@@ -63,8 +69,8 @@ class SSMForSequenceClassification(_LinearClassifier):
         """Classify each sequence.
 
         Its tokens are those of ``attention_mask``, of each packed sequence, or, without either, all
-        but the ``pad_token_id`` around them. What goes on from a cache are tokens, whatever their
-        ids; of the first part of a sequence that may end in that id, a mask must say so.
+        but the ``pad_token_id`` around them. Behind a cache all are tokens, whatever their ids; a
+        sequence's first part that may end in that id needs a mask.
 
         Args:
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds`` or ``input_values``.
@@ -80,7 +86,7 @@ class SSMForSequenceClassification(_LinearClassifier):
         if self.config.pooling == "mean" and inputs.get(CACHE) is not None:
             raise ValueError('pooling="mean" needs the whole sequence in one call, got a cache')
         # positions say where sequences begin, not where they end
-        names = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", CACHE)
+        names = ("seq_idx", *BOUNDARIES, CACHE)
         open_ended = attention_mask is None and all(inputs.get(x) is None for x in names)
         if open_ended and input_ids is not None:
             attention_mask = _mask_of_padding(input_ids, self.config.pad_token_id)
@@ -113,8 +119,8 @@ class SSMForTokenClassification(_LinearClassifier):
         Args:
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds`` or ``input_values``.
             attention_mask: 1 for tokens, 0 for padding.
-            labels: ``[B, L]`` classes, -100 does not count; for regression values ``[B, L]`` or
-                ``[B, L, num_labels]``, where nan does not count.
+            labels: ``[B, L]`` classes, -100 is ignored; for regression values ``[B, L]`` or
+                ``[B, L, num_labels]``, where nan is ignored.
             return_dict: Return an output object (default) or a tuple.
             **inputs: Other arguments of :meth:`SSMModel.forward`, but no cache.
 
@@ -206,7 +212,7 @@ class SSMForImageClassification(_LinearClassifier):
 
 
 class SSMForPairClassification(SSMHead):
-    """Two documents through one backbone, and a classifier of what they have to do with each other.
+    """Two documents through one backbone, and a classifier of the relation between them.
 
     Their pooled outputs ``a`` and ``b`` become ``[a, b, a - b, a * b]``, then Linear, GELU, Linear.
     """
@@ -264,7 +270,7 @@ class SSMForPairClassification(SSMHead):
                 f"pair_{name} must have the dtype and batch size of {name}, {first.dtype} and "
                 f"{len(first)}, got {second.dtype} and {len(second)}"
             )
-        # one batch of both, so that a batch norm sees what it would see of single documents
+        # one batch of both, so that a batch norm takes statistics of all documents
         both = {name: _stacked(first, second), "attention_mask": _stacked(mask, second_mask)}
         outputs, packing = self.read({**inputs, **both, "use_cache": False})
         a, b = pool(outputs.last_hidden_state, packing, self.config.pooling).chunk(2)
@@ -275,7 +281,7 @@ class SSMForPairClassification(SSMHead):
     def _document(
         self, ids: Tensor | None, values: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return one side of the pairs and its mask, which padding says if nobody else does."""
+        """Return one side of the pairs and its mask, by ``pad_token_id`` where none is given."""
         document = given_input({"input_ids": ids, "input_values": values})
         if mask is None and ids is not None:
             mask = _mask_of_padding(ids, self.config.pad_token_id)
@@ -294,8 +300,8 @@ def _refuse_token_inputs(name: str, config: SSMConfig) -> None:
 
 
 def _refuse_packing(kwargs: dict[str, Any]) -> None:
-    """Take out what says where packed sequences lie; each row of a pair is one document."""
-    for name in ("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"):
+    """Fail for arguments of packed sequences, and take them out: each row is one document."""
+    for name in PACKING:
         if kwargs.pop(name, None) is not None:
             raise TypeError(
                 f"a classifier of pairs takes no {name}: each row is one document, whose padding "
@@ -355,17 +361,8 @@ def _mask_of_padding(input_ids: Tensor, pad: int | None) -> Tensor | None:
 def _stacked(first: Tensor, second: Tensor) -> Tensor:
     """Return both as one batch of ``[2 * B, L, ...]``, the shorter with zeros behind it.
 
-    As token ids these are read but never counted.
+    Zeros are valid token ids; the masks mark them as padding.
     """
     length = max(first.shape[1], second.shape[1])
     missing = [x.new_zeros(len(x), length - x.shape[1], *x.shape[2:]) for x in (first, second)]
     return torch.cat([torch.cat([first, missing[0]], 1), torch.cat([second, missing[1]], 1)])
-
-
-__all__ = [
-    "SSMForImageClassification",
-    "SSMForPairClassification",
-    "SSMForSequenceClassification",
-    "SSMForTokenClassification",
-    "pool",
-]

@@ -1,6 +1,6 @@
-"""What differs between versions of transformers, and is known nowhere else: 5.17 to 5.24.
+"""The differences between versions of transformers, 5.17 to 5.24; no other module knows them.
 
-5.24 calls ``cache`` what models take and return as ``past_key_values`` before it, or
+The argument and output that 5.24 calls ``cache`` was ``past_key_values`` before it, or
 ``cache_params``. With every version our models take ``cache`` and ``past_key_values``, and their
 outputs have both as attributes; outputs of ``generate`` have the version's name.
 """
@@ -46,7 +46,7 @@ else:
 
 
 def cache_name(names: Container[str]) -> str | None:
-    """Return what the cache is called among a function's parameters, or an output's keys."""
+    """Return the cache's name among a function's parameters, or an output's keys."""
     return next((name for name in CACHES if name in names), None)
 
 

@@ -21,7 +21,7 @@ _STOCK_STATELESS = frozenset(
     | {"bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "hidden_dropout"}
 )
 
-# what transformers itself writes into config.json, or takes out of the keywords, besides its fields
+# keys that transformers writes into config.json or takes from the keywords, besides its fields
 _TRANSFORMERS_KEYS = frozenset(
     {
         "attn_implementation",
@@ -39,10 +39,10 @@ _TRANSFORMERS_KEYS = frozenset(
 
 
 def stateless(default: Any) -> Any:
-    """Return a field that changes neither what a state means nor its shape.
+    """Return a field that changes neither a state's meaning nor its shape.
 
-    Caches and state adapters fit models whose other fields agree. A field that is not marked counts
-    among these, and a file from before it was there has its default.
+    Caches and state adapters fit models whose other fields agree. So must every unmarked field; a
+    file that was written before the field existed has its default.
     """
     return dataclasses.field(default=default, metadata={_STATELESS: True})
 
@@ -72,10 +72,10 @@ class SSMConfig(PreTrainedConfig):
         norm_type: RMSNorm, LayerNorm, BatchNorm or none. BatchNorm's training statistics see every
             token, so a language model trained with it looks ahead.
         prenorm: ``x + mixer(norm(x))`` and a norm at the end; otherwise ``norm(x + mixer(x))``.
-        residual: Add what goes into a mixer or MLP to what comes out of it.
+        residual: Add the input of a mixer or MLP to its output.
         intermediate_size: Width of an MLP after every mixer; None has none.
         mlp_type: Its kind: "gelu" as in GPT-2, or "swiglu" as in Llama.
-        dropout: Probability to drop what a mixer or MLP adds, while training.
+        dropout: Probability to drop an entry of a mixer's or MLP's output, while training.
         embedding_dropout: The same for the embedding.
         tie_dropout: Drop whole features of a sequence instead of single entries.
         input_channels: Take continuous ``input_values`` with so many channels through a linear
@@ -88,7 +88,7 @@ class SSMConfig(PreTrainedConfig):
             the same mixer ("both-shared") or another one ("both-separate").
         drop_path_rate: Probability to drop all that a mixer or MLP adds to a sequence, while
             training; it rises evenly from 0 in the first layer to this in the last.
-        pooling: What a classifier looks at: the output at the last token (of an image, at its class
+        pooling: A classifier's input: the output at the last token (of an image, at its class
             token), or the mean.
         classifier_bias: Whether a classifier's linear map has a bias.
         residual_in_fp32: Keep the residual stream in float32 when the weights are not.
@@ -160,7 +160,7 @@ class SSMConfig(PreTrainedConfig):
             value = getattr(self, field.name, None)
             if type(value) is int and float in get_args(field.type):
                 setattr(self, field.name, float(value))
-        self.check_sizes()
+        self.check_largest()
         self.complete()
         _check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
         for name in ("id2label", "label2id"):
@@ -182,9 +182,9 @@ class SSMConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return a configuration of a dictionary and of fields that replace some of it.
 
-        As in the constructor, what follows from a field is completed and all is checked;
-        transformers sets such fields on what it has built. A ``variant`` that is no value of the
-        field names weight files where a model is loaded, which then looks for them.
+        As in the constructor, derived fields are completed and all is checked; transformers would
+        set the replaced fields on a finished configuration. Where a model is loaded, a ``variant``
+        that is no value of the field names weight files, and is returned as unused.
 
         Raises:
             ValueError: A field came by two names with two values, or :meth:`check` fails.
@@ -222,9 +222,9 @@ class SSMConfig(PreTrainedConfig):
         setattr(self, name, value)
 
     def complete(self) -> None:
-        """Work out what was left open; a family that leaves something open overrides it."""
+        """Fill in fields that follow from others; a family with such fields overrides it."""
 
-    def check_sizes(self) -> None:
+    def check_largest(self) -> None:
         """Check that no integer field is too large for a tensor's size.
 
         Raises:
@@ -239,7 +239,7 @@ class SSMConfig(PreTrainedConfig):
     def save_pretrained(
         self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write ``config.json``, and beside it what leads transformers to the installed ssmzoo.
+        """Write ``config.json``, and beside it the file by which transformers finds ssmzoo.
 
         Where the checkpoint's own code is saved, ``auto_map`` names that instead. Attributes that
         are not fields are left out with a warning, because a file that has them could not be
@@ -287,14 +287,8 @@ class SSMConfig(PreTrainedConfig):
         Raises:
             ValueError: A field out of its range.
         """
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "patch_size", "num_channels")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("intermediate_size", "input_channels", "image_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1, got {value}")
+        self.check_counts("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
+        self.check_counts("input_channels", "image_size", "patch_size", "num_channels")
         if self.image_size is not None and self.image_size % self.patch_size:
             raise ValueError(
                 f"patch_size must divide image_size, got {self.patch_size} and {self.image_size}"
@@ -304,19 +298,60 @@ class SSMConfig(PreTrainedConfig):
                 "give one of image_size and input_channels, the model's inputs, got both: "
                 f"{self.image_size} and {self.input_channels}"
             )
-        for name in ("dropout", "embedding_dropout", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
-                )
+        self.check_probabilities("dropout", "embedding_dropout", "drop_path_rate")
         if self.drop_path_rate and not self.residual:
             raise ValueError(
                 "drop_path_rate must be 0 where residual is False, as nothing would be left of a "
                 f"sequence, got {self.drop_path_rate}"
             )
-        for name in ("rms_norm_eps", "initializer_range"):
+        self.check_finite("rms_norm_eps", "initializer_range")
+
+    def check_counts(self, *names: str) -> None:
+        """Fail unless fields are at least 1, or None where that is allowed.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        types = {field.name: field.type for field in dataclasses.fields(self)}
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                rule = "None or at least 1" if type(None) in get_args(types[name]) else "at least 1"
+                raise ValueError(f"{name} must be {rule}, got {value}")
+
+    def check_probabilities(self, *names: str) -> None:
+        """Fail unless fields are at least 0 and below 1.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        for name in names:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 0 and below 1, got {getattr(self, name)}"
+                )
+
+    def check_finite(self, *names: str) -> None:
+        """Fail unless fields are at least 0 and finite.
+
+        Raises:
+            ValueError: Names the first field that is not.
+        """
+        for name in names:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+
+    def rank_of(self, dt_rank: int | str) -> int:
+        """Return the rank of a family's time steps, ``ceil(hidden_size / 16)`` for "auto".
+
+        Raises:
+            ValueError: It is neither "auto" nor at least 1.
+        """
+        if dt_rank == "auto":
+            return math.ceil(self.hidden_size / 16)
+        if isinstance(dt_rank, str) or dt_rank < 1:
+            raise ValueError(f"dt_rank must be 'auto' or at least 1, got {dt_rank!r}")
+        return dt_rank
 
     def check_time_steps(self, low: float, high: float) -> None:
         """Fail unless the initial time steps ``dt_min`` and ``dt_max`` of a family are right.
@@ -341,8 +376,8 @@ class SSMConfig(PreTrainedConfig):
     def token_inputs(self) -> tuple[str, ...]:
         """Names of further arguments that a forward pass needs: steps ``[B, L]``, positive numbers.
 
-        Each leads to its token from the one before, so that a call that reads backwards gets the
-        steps after tokens. Mixers find them in ``state.shared``, laid out as ``hidden_states``.
+        Each step leads from the token before to its own, so a mixer that reads backwards gets the
+        steps after its tokens. Mixers find them in ``state.shared``, laid out as ``hidden_states``.
         """
         return ()
 
@@ -363,7 +398,7 @@ _MOST_LABELS = 1_000_000
 
 
 def _check_dtype(given: Any) -> None:
-    """Fail unless this is None, a dtype of weights, or such dtypes by the parts of a model."""
+    """Fail unless this is None, a dtype of weights, or these by part of the model."""
     import torch
 
     if isinstance(given, dict):

@@ -1,11 +1,11 @@
 """Decoding on a CPU: a token of a module in one call of C.
 
-A program stands for a module's forward only where it was written for what the module is made of:
-plain layers without hooks, in number formats that the kernel reads. It is used after it gave what
-the module's own code gave for a first token, so code that we do not know stays as it is. Where a
-layer, a weight or a setting changes, the next token is a first one. Where code is replaced, of a
-class, of one object or of a function, it runs itself, as long as it is not what it was: one token
-cannot prove what somebody wrote to be different.
+A program replaces a module's forward only if the module consists of plain layers without hooks, in
+number formats that the kernel reads. The first token runs both ways, and the program is used after
+its outputs agreed; so a module with code that we do not know keeps its forward. After a layer, a
+weight or a setting has changed, the next token runs both ways again. Code that was replaced, of a
+class, an object or a function, runs itself until it is set back: agreement on one token cannot
+prove that it computes the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GAVE_OTHER_NUMBERS = "its program gave other numbers than its forward"
 
 
 class _Step:
-    """A module's program, and what it was written for."""
+    """A module's program, and the kind of call and the parts that it was written for."""
 
     def __init__(
         self, parts: ModuleParts, write: Writer, x: Tensor, states: Sequence[Tensor], y: Tensor
@@ -86,19 +86,19 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by its own code."""
 
     step: _Step | None = None
-    # whether an input still goes to the module's own code
+    # asked for each input: whether it still goes to the module's own code
     refused: Callable[[Tensor, dict[ForwardCode, bool] | None], bool] | None = None
-    why: str | None = None  # in words; None while a program serves it, or none was tried
+    why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
     code: ForwardCode | None = None  # which gave it
 
     def __reduce__(self) -> Any:
-        """Leave out of copies and files what has addresses of this module's weights."""
+        """Leave the program, which has addresses of weights, out of copies and files."""
         return Decoding, ()
 
 
 def decoding_of(module: nn.Module) -> Decoding:
-    """Return what is known of a module."""
+    """Return a module's :class:`Decoding`, made at its first token."""
     known = module.__dict__.get(DECODING)
     if known is None:
         known = module.__dict__[DECODING] = Decoding()
@@ -119,12 +119,12 @@ def token(
 
     Args:
         module: The module.
-        writers: What its program may be; the first counts that gives what its own code gives.
+        writers: Write its program, each another one; the first that agrees with its code is used.
         x: ``[..., width]``, a token of each row.
-        states: What the call changes, ``[B, ...]`` each.
+        states: The states that the call changes, ``[B, ...]`` each.
         own: Its forward.
         checked: See :meth:`ForwardCode.unchanged`.
-        by_column: Whether the nearest counts of those that give it, columns judged by themselves.
+        by_column: Whether to use, of those that agree, the nearest by the mean over columns.
     """
     known = decoding_of(module)
     if not _may_decode(known, x, states, checked):
@@ -156,12 +156,12 @@ def token_of_layer(
 
     Args:
         module: The module.
-        writer: What its program may be.
+        writer: Writes its program.
         x: As for :func:`token`.
-        state: What its forward reads and leaves.
+        state: The state of its layer.
         own: Its forward.
-        matrices: What the weights of linear layers are.
-        names: The states that it has; all of the layer's.
+        matrices: The dtype of linear layers' weights.
+        names: Its states; None: all of the layer's.
         in_place: The states that may be written over; new ones take the place of the others.
     """
     names = sorted(state.initial) if names is None else names
@@ -188,7 +188,7 @@ def token_of_layer(
             states[i] = states[i].clone()
     try:
         y = step(x, states)
-    except FloatingPointError:  # which its own code says better
+    except FloatingPointError:  # its own code has the better message
         return own()
     state.final.update(zip(names, states, strict=True))
     return y
@@ -225,7 +225,7 @@ def _may_decode(
         or module_hooks._global_forward_pre_hooks
     ):
         if x.device.type != "cpu":
-            known.step = None  # which would keep what was moved in memory
+            known.step = None  # which would keep weights that were moved in memory
         return False
     rows = x.numel() // x.shape[-1]
     for state in states:
@@ -259,7 +259,7 @@ def _prove(
     before = [state.clone() for state in states]
     y = own()
     if not y.any() or not y.isfinite().all():
-        return y, after()  # which prove nothing
+        return y, after()  # zeros and infinities prove nothing
     asked, differs, fitting = [], False, []
     for writer in writers:
         asked.append(ModuleParts(module, matrices))

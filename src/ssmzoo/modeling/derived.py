@@ -23,7 +23,7 @@ _constant = False  # no context variable: torch.compile traces `get`
 def constant_in_graphs() -> Iterator[None]:
     """Let graphs traced inside the block hold cached values as constants; weights must not change.
 
-    Else a graph computes them from its parameters, and cannot look at what comes out.
+    Without it a graph computes them from its parameters, and cannot look at the results.
     """
     global _constant
     before, _constant = _constant, True
@@ -55,10 +55,10 @@ class DerivedValue(Generic[T]):
             owner: The module whose own parameters it is computed from. Where one of them is
                 parametrized or pruned (``torch.nn.utils``), or where they are plain attributes
                 (``nn.DataParallel``, the first FSDP), every call computes the value.
-            settings: What else it depends on; compared by ``==``.
+            settings: Everything else that it depends on; compared by ``==``.
             make: Computes it; called only if a parameter or the settings changed.
         """
-        # what a parametrization or a pruning hook makes of a parameter, nobody can compare
+        # a parametrization or a pruning hook makes a new tensor in every call
         if "parametrizations" in owner._modules or owner._forward_pre_hooks:
             self.forget()
             return make()
@@ -66,7 +66,7 @@ class DerivedValue(Generic[T]):
             return self._value if _constant and self._value is not None else make()
         fits = self._value is not None and self._settings == settings
         count = 0
-        for p in owner._parameters.values():  # no list: at one token, calls are what time goes into
+        for p in owner._parameters.values():  # no list: a token's time goes into calls
             if p is None:
                 continue
             if p.is_inference():  # it counts no versions
@@ -95,13 +95,13 @@ class DerivedValue(Generic[T]):
         return _constant and self._value is not None
 
     def refresh(self, hidden_states: Tensor, state: LayerState) -> None:
-        """Drop the value if the parameters' numbers, or the code, are not what it was made from.
+        """Drop the value if the parameters' numbers or the code have changed since it was computed.
 
         Skipped in graphs, and for one token behind a state, where looking costs too much.
 
         Args:
-            hidden_states: What the mixer reads, ``[B, L, D]``.
-            state: What it goes on from.
+            hidden_states: The mixer's input, ``[B, L, D]``.
+            state: Its layer's state.
         """
         if is_traced() or self._value is None:
             return

@@ -1,6 +1,5 @@
-"""The head that foretells the values that follow a series."""
+"""The head that forecasts the values after a series."""
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ssmzoo.modeling.configuration import SSMConfig, stateless
 from ssmzoo.modeling.head import SSMHead, names_inputs
 from ssmzoo.modeling.inputs import refuse_cache
 from ssmzoo.modeling.layers import Dropout, Linear
-from ssmzoo.modeling.losses import ignored, squared_error
+from ssmzoo.modeling.losses import ignore, squared_error
 from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.packing import Sequences
 
@@ -23,9 +22,9 @@ class SSMForecastingConfig(SSMConfig):
     """Base of the configurations of families that forecast.
 
     Attributes:
-        mixer_dropout: Probability to drop what the last layers of mixers and forecaster read.
-        horizon: Steps that the forecaster foretells.
-        open_loop_weight: What errors on the series itself count in the forecaster's loss.
+        mixer_dropout: Probability to drop inputs of the last layers of mixers and of the head.
+        horizon: Steps to forecast.
+        open_loop_weight: Weight of the errors on the series itself in the loss.
     """
 
     mixer_dropout: float | int = stateless(0.0)
@@ -35,20 +34,16 @@ class SSMForecastingConfig(SSMConfig):
     def check(self) -> None:
         """Fail unless the fields fit each other."""
         super().check()
-        if self.horizon < 1:
-            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
-        drop, weight = self.mixer_dropout, self.open_loop_weight
-        if not 0 <= drop < 1:
-            raise ValueError(f"mixer_dropout must be at least 0 and below 1, got {drop}")
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"open_loop_weight must be at least 0 and finite, got {weight}")
+        self.check_counts("horizon")
+        self.check_probabilities("mixer_dropout")
+        self.check_finite("open_loop_weight")
 
 
 class SSMDecoder(SSMMixer):
-    """Goes on where a series ends: its outputs come from a state, not from inputs.
+    """Base of the layer that forecasts from a state, without inputs.
 
     Attributes:
-        warm_up: After how many values its state is full, so that its errors count.
+        warm_up: Values that fill its state; errors before them are ignored.
     """
 
     warm_up: int
@@ -69,7 +64,7 @@ class SSMDecoder(SSMMixer):
         raise NotImplementedError
 
     def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
-        """Return the output that follows each input, and the next input that is expected."""
+        """Return, for each input, the output after it and the next input that it expects."""
         raise NotImplementedError
 
 
@@ -85,7 +80,7 @@ class SSMForForecasting(SSMHead):
     def __init__(self, config: Any) -> None:
         if config.input_channels is None:
             raise ValueError(
-                f"{type(self).__name__} foretells values, but input_channels is None; set it in "
+                f"{type(self).__name__} forecasts values, but input_channels is None; set it in "
                 "the configuration"
             )
         super().__init__(config)
@@ -105,21 +100,21 @@ class SSMForForecasting(SSMHead):
         return_dict: bool | None = None,
         **inputs: Any,
     ) -> TokenClassifierOutput | tuple[Any, ...]:
-        """Foretell each series.
+        """Forecast each series.
 
         Args:
             input_values: Series ``[B, L, C]``, or ``[B, L]`` for one channel.
             attention_mask: 1 for values, 0 for padding around them, ``[B, L]``.
-            labels: The values that followed, ``[B, horizon, C]``; nan does not count.
-            horizon: Steps to foretell; default: the configuration's.
+            labels: The values that followed, ``[B, horizon, C]``; nan is ignored.
+            horizon: Steps to forecast; default: the configuration's.
             return_dict: Return an output object (default) or a tuple.
             **inputs: Other arguments of :meth:`SSMModel.forward`, but no cache.
 
         Returns:
-            ``logits [B, horizon, C]`` (``[S, horizon, C]``), the forecast, and ``loss``: its mean
-            squared error and, weighted by ``open_loop_weight``, those of the next value, after the
-            last one the first label, and of the decoder's next input, wherever the values before
-            fill its state.
+            ``logits [B, horizon, C]`` (``[S, horizon, C]``), the forecast, and ``loss``, its mean
+            squared error. ``open_loop_weight`` times two more errors is added: of the next value of
+            the series (after the last value, the first label), and of the decoder's next input;
+            both only where the values before fill the decoder's state.
 
         Raises:
             ValueError: A horizon below 1, labels of another shape, or a cache.
@@ -159,9 +154,9 @@ class SSMForForecasting(SSMHead):
     def _errors(
         self, hidden: Tensor, values: Tensor, first: Tensor, packing: Sequences | None
     ) -> Tensor:
-        """Return the errors of the next value and of the next input.
+        """Return the errors of the next value and of the next input, summed.
 
-        What follows a series' last value is the ``first`` of its labels, ``[S, 1, C]``.
+        After a series' last value the next value is the ``first`` of its labels, ``[S, 1, C]``.
         """
         output, expected = self.decoder(hidden, packing)
         read, warm_up = self._read(output), self.decoder.warm_up
@@ -176,9 +171,9 @@ class SSMForForecasting(SSMHead):
             last, first = read[:, (ends - 1).clamp(min=0)], first.transpose(0, 1)
         left_out = seen < warm_up
         left_out = (left_out if real is None else left_out | ~real[1:])[None, :, None]
-        followed = ignored(first.to(values), (lengths < warm_up)[None, :, None])
+        followed = ignore(first.to(values), (lengths < warm_up)[None, :, None])
         error = squared_error(
             torch.cat([read[:, :-1], last], dim=1),
-            torch.cat([ignored(values[:, 1:], left_out), followed], dim=1),
+            torch.cat([ignore(values[:, 1:], left_out), followed], dim=1),
         )
-        return error + squared_error(expected[:, :-1], ignored(hidden[:, 1:], left_out))
+        return error + squared_error(expected[:, :-1], ignore(hidden[:, 1:], left_out))

@@ -19,8 +19,8 @@ from torch import nn
 _CODE = operator.attrgetter("__code__")
 _DEFAULTS = operator.attrgetter("__defaults__", "__kwdefaults__")
 _LIBRARIES = frozenset({"torch", "builtins"})
-_KERNELS = "ssmzoo_kernels"  # whose ops are known by themselves, not by what they call
-# functions that decide how a forward runs are known, but not followed
+_KERNELS = "ssmzoo_kernels"  # whose ops are compared themselves, not the functions they call
+# functions that decide how a forward runs are compared, but not followed
 _MACHINERY = frozenset(
     f"{__package__}.{name}"
     for name in ("decoding", "module_parts", "stock.classes", "stock.mixers")
@@ -39,11 +39,11 @@ def current_code(kinds: Iterable[type[nn.Module]]) -> ForwardCode:
 
 
 class ForwardCode:
-    """What calling modules of some classes runs, and whether it is still the same.
+    """The code that calls of modules of some classes run, and whether it is still the same.
 
-    It begins at ``__call__`` and ``forward``. Followed is every function that these name: methods
-    of the class and its bases, and what they find in their module, in modules there, and in their
-    closures. Functions of other packages than the classes' are known, but not followed.
+    It begins at ``__call__`` and ``forward``, and follows every function that they name: methods
+    of the class and its bases, globals of their module and of modules there, closures. Functions of
+    other packages than the classes' are compared, too, but not followed.
 
     Args:
         kinds: The classes.
@@ -102,7 +102,7 @@ class ForwardCode:
         return True
 
     def _method(self, kind: type, name: str) -> None:
-        """Follow what a class and its bases have under a name."""
+        """Follow the attributes that a class and its bases have under a name."""
         self.methods.add(name)
         for base in kind.__mro__:
             if base is kind or name in vars(base):
@@ -113,7 +113,7 @@ class ForwardCode:
         self._places.setdefault(id(owner), (owner, {}))[1][name] = value
 
     def _follow(self, value: Any, kind: type | None) -> None:
-        """Follow a function, or what makes one; names of attributes may be a class's methods."""
+        """Follow a function, also a wrapped one, and the methods of ``kind`` that it names."""
         for function in _functions(value):
             if (id(function), id(kind)) in self._seen:
                 continue

@@ -1,4 +1,4 @@
-"""What all heads share: a backbone, the call's inputs, and the form of the answer."""
+"""The base of all heads: a backbone, the call's inputs, and the form of the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 class SSMHead(SSMPreTrainedModel):
-    """Base of the heads: ``forward`` calls :meth:`read`, maps what comes out, and :meth:`answer`.
+    """Base of the heads: ``forward`` maps the outputs of :meth:`read` and calls :meth:`answer`.
 
     A family makes its own with :meth:`of`, or writes a subclass that names its ``model_class``.
     """
@@ -34,12 +34,12 @@ class SSMHead(SSMPreTrainedModel):
     def of(cls, model_class: type[SSMModel], **body: Any) -> type[Self]:
         """Return a family's class of this head: ``ToyForCausalLM = SSMForCausalLM.of(ToyModel)``.
 
-        Its name is the family's and the head's, its module the backbone's, where it must stand
-        under that name; it loads and draws weights as the backbone's first base does.
+        It is named after family and head, and must be an attribute of the backbone's module under
+        that name. The backbone's first base, which loads and draws weights, is its first, too.
 
         Args:
             model_class: The family's backbone.
-            **body: What else the class has.
+            **body: Further attributes of the class.
         """
         family = model_class.__name__.removesuffix("Model")
         body = {
@@ -69,7 +69,7 @@ class SSMHead(SSMPreTrainedModel):
         return self.model(**inputs, packing=packing, return_dict=True), packing
 
     def answer(self, kind: type[Any], outputs: Any, return_dict: bool | None, **found: Any) -> Any:
-        """Return what a head found, and the backbone's hidden states, as an output or a tuple."""
+        """Return a head's results and the backbone's hidden states, as an output or a tuple."""
         output = kind(**found, hidden_states=outputs.hidden_states)
         wants = self.config.return_dict if return_dict is None else return_dict
         return output if wants else output.to_tuple()
@@ -78,8 +78,8 @@ class SSMHead(SSMPreTrainedModel):
 def names_inputs(forward: _Forward) -> _Forward:
     """Let the signature of a head's ``forward`` name the backbone's arguments for ``**inputs``.
 
-    Trainer keeps the columns of a data set that stand there, and ``generate`` and our own trainer
-    look there for what a model takes.
+    Trainer keeps the columns of a data set that the signature names, and ``generate`` and our own
+    trainer find the model's arguments in it.
     """
     own = inspect.signature(forward)
     *first, inputs = own.parameters.values()

@@ -1,4 +1,4 @@
-"""What a call of a model is given, checked in one place.
+"""The arguments of a model's call, checked in one place.
 
 One kind of input, indices inside their table, the sequences that masks and boundaries describe,
 steps between tokens, and no argument that the model does not have.
@@ -22,9 +22,11 @@ from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.modeling.static_cache import StaticStateCache
 
 _VALUES = ("input_ids", "inputs_embeds", "input_values")
-# the arguments that describe the sequences of a batch
-DESCRIBING = frozenset({"attention_mask", "position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"})
-# what transformers' collators and trainer hand to every model, and a recurrent one has no use for
+BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")  # of packed sequences: our name, the collator's
+PACKING = ("position_ids", "seq_idx", *BOUNDARIES)  # the arguments that tell packed sequences apart
+# all arguments that describe the sequences of a batch
+DESCRIBING = frozenset({"attention_mask", *PACKING})
+# arguments of transformers' collators and trainer for which recurrent models have no use
 _IGNORED = frozenset(
     {"cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "token_type_ids"}
 )
@@ -61,7 +63,7 @@ def check_indices(name: str, indices: Tensor, size: int, ignored: int | None = N
 
 @contextlib.contextmanager
 def named_indices(name: str, indices: Tensor, size: int, ignored: int) -> Iterator[None]:
-    """Replace what torch says of indices inside the block by an error that names them.
+    """Replace torch's error about indices inside the block by one that names them.
 
     Args as of :func:`check_indices`.
 

@@ -1,4 +1,4 @@
-"""What a mixer sees of the cache: the states of its layer before and after one forward pass."""
+"""A mixer's view of the cache: the states of its layer before and after one forward pass."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class LayerState:
     packing: Sequences | None = None
     room: int | None = None  # for how many tokens the cache is; None: no bound
     final: dict[str, Tensor] = field(default_factory=dict)
-    shared: dict[Any, Any] = field(default_factory=dict)  # worked out once for all layers
+    shared: dict[Any, Any] = field(default_factory=dict)  # computed once for all layers
     reversed_shared: dict[Any, Any] = field(default_factory=dict)  # by mixers on reversed sequences
-    # of all layers: whether their code is what it was, as this call has found it
+    # whether the code of layers is unchanged, as this call has found it; shared by all layers
     checked_code: dict[ForwardCode, bool] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor | None:
@@ -59,10 +59,10 @@ class LayerState:
             ValueError: It has another number of rows than there are sequences.
         """
         if not isinstance(state, Tensor) or state.dim() == 0 or state.is_complex():
-            what = f"a {state.dtype}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
+            got = f"a {state.dtype}" if isinstance(state, Tensor) else f"a {type(state).__name__}"
             raise TypeError(
                 f"state {name!r} must be a tensor of real numbers with a row a sequence, got "
-                f"{what}; of complex ones take torch.view_as_real"
+                f"{got}; of complex ones take torch.view_as_real"
             )
         packing = self.packing
         if packing is not None:

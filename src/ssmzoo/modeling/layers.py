@@ -31,14 +31,26 @@ _LINEAR = nn.Linear.forward
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` by kernels of our own where they are faster: on CPUs, by the number of rows."""
+    """``nn.Linear`` by kernels of our own where they are faster: on CPUs, by the number of rows.
 
-    stock_class = nn.Linear  # what it stands for
+    Attributes:
+        role: Its place in the model, by which a family chooses its initial weights; ``"mixer_end"``
+            and ``"mlp_end"`` are the last layers of residual branches.
+    """
+
+    stock_class = nn.Linear  # the class that it stands for
+    role: str = ""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, role: str = ""
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.role = role
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``."""
         # a graph would take the number of rows for a constant (`is_traced`, without the call), a
-        # DTensor is torch's to split, and somebody may have replaced what this stands for
+        # DTensor is torch's to split, and somebody may have replaced nn.Linear's forward
         if (
             not (torch.compiler.is_compiling() or torch._C._is_tracing())
             and type(input) is Tensor
@@ -131,7 +143,7 @@ class Dropout(nn.Dropout):
 
 
 class DropPath(Dropout):
-    """Stochastic depth: drop all that a branch adds to a sequence; scale up what stays."""
+    """Stochastic depth: drop a branch's output for whole sequences; scale up the others."""
 
     def __init__(self, p: float) -> None:
         super().__init__(p, tied=True)
@@ -142,7 +154,7 @@ class DropPath(Dropout):
 
 
 class MLP(nn.Module):
-    """What follows a mixer.
+    """The feed-forward branch after a mixer.
 
     ``"gelu"``: ``down_proj(GELU(up_proj(x)))`` with biases and the tanh form of GELU, as in GPT-2.
     ``"swiglu"``: ``down_proj(SiLU(gate_proj(x)) * up_proj(x))`` without biases, as in Llama.
@@ -155,9 +167,7 @@ class MLP(nn.Module):
         width, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(width, inner, bias=False) if gated else None
         self.up_proj = Linear(width, inner, bias=not gated)
-        self.down_proj = Linear(inner, width, bias=not gated)
-        # for families that scale the initial weights of a branch's end by depth
-        self.down_proj.ends_mlp = True  # pyright: ignore[reportArgumentType]
+        self.down_proj = Linear(inner, width, bias=not gated, role="mlp_end")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., D]`` to ``[..., D]``."""
@@ -176,7 +186,7 @@ class MLP(nn.Module):
 
 
 def keeping_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what moves a tensor as ``fn`` does, but casts none below 32 bits."""
+    """Return a function that moves a tensor as ``fn`` does, but casts none below 32 bits."""
 
     def move(tensor: Tensor) -> Tensor:
         out = fn(tensor)

@@ -24,7 +24,7 @@ def scan(
         inputs: At least one; all have one N, at least 1.
 
     Returns:
-        What the last step carries on, and all outputs, ``[N, ...]``.
+        The tensors that the last step carries on, and all outputs, ``[N, ...]``.
     """
     count = inputs[0].shape[0]
     if isinstance(count, torch.SymInt) and torch.compiler.is_exporting():
@@ -43,6 +43,3 @@ def scan(
         carried, made = step(carried, given)
         outputs.append(made)
     return [*carried], [torch.stack(x) for x in zip(*outputs, strict=True)]
-
-
-__all__ = ["scan"]

@@ -1,8 +1,8 @@
-"""Which labels count, and the losses of the heads.
+"""Ignored labels, and the losses of the heads.
 
-A label that does not count is -100, where labels are values nan: what is padding or has nothing
-that predicts it gets that label, and the losses look at nothing else. For what trains, counts and
-measures there is :func:`ssmzoo.tasks.common.counted`.
+An ignored label is -100, or nan where labels are values. Padding gets that label, and so does a
+token that nothing predicts; the losses know no other mask. For what trains, counts and measures there is
+:func:`ssmzoo.tasks.common.counted`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.autograd.function import once_differentiable
 from ssmzoo.modeling.inputs import named_indices
 from ssmzoo.modeling.packing import Sequences
 
-IGNORED = -100  # the label that transformers' losses leave out
+IGNORED = -100
 
 
-def ignored(labels: Tensor, where: Tensor) -> Tensor:
-    """Return labels that do not count where ``where`` is true, which broadcasts to their shape."""
+def ignore(labels: Tensor, where: Tensor) -> Tensor:
+    """Return labels that are ignored where ``where`` is true, which broadcasts to their shape."""
     return labels.masked_fill(where, math.nan if labels.is_floating_point() else IGNORED)
 
 
 def without_padding(labels: Tensor, packing: Sequences | None) -> Tensor:
-    """Return labels ``[B, L, ...]`` of which padding's do not count."""
+    """Return labels ``[B, L, ...]``, those of padding ignored."""
     real = None if packing is None else packing.mask(labels.shape[0])
     if real is None:
         return labels
-    return ignored(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
+    return ignore(labels, ~(real if labels.dim() == 2 else real.unsqueeze(2)))
 
 
 def without_first_tokens(labels: Tensor, packing: Sequences) -> Tensor:
-    """Return labels ``[B, L]`` of which no sequence's first token counts: nothing predicts it."""
+    """Return labels ``[B, L]``, those of sequences' first tokens ignored: nothing predicts them."""
     chosen = slice(-1) if packing.rows is None else packing.rows
     starts = packing.offsets[chosen]
     # one place more, because an empty last sequence starts behind the row's end
@@ -44,7 +44,7 @@ def without_first_tokens(labels: Tensor, packing: Sequences) -> Tensor:
 
 def squared_error(found: Tensor, wanted: Tensor) -> Tensor:
     """Return the mean squared error where ``wanted`` is not nan, 0 where all is."""
-    exact = torch.promote_types(torch.float32, found.dtype)  # of whose sums float16 has no numbers
+    exact = torch.promote_types(torch.float32, found.dtype)  # float16 overflows at such sums
     counts = ~wanted.isnan()
     error = torch.where(counts, found.to(exact) - wanted.nan_to_num().to(exact), 0)
     return error.square().sum() / counts.sum().clamp(min=1)

@@ -1,6 +1,6 @@
-"""What a module is made of, as a program for one of its tokens needs it: layers, weights, settings.
+"""The layers, weights and settings of a module that a program for one of its tokens uses.
 
-Parts know whether they are still what they were when they were asked for.
+They can be compared with those that the program was written for.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class State(NamedTuple):
 
 
 class UnservedError(Exception):
-    """The module has something that no program is written for; it is asked again when it changes.
+    """No program is written for a part of the module; it is asked again when the module changes.
 
-    Its text says what that is.
+    Its text names the part.
     """
 
 
@@ -46,8 +46,8 @@ class ModuleParts:
     """The layers and weights that a program is made of, and whether they are still the same.
 
     Args:
-        module: What layers are looked for in.
-        dtype: What matrices are.
+        module: The module whose layers are looked up.
+        dtype: Of its matrices.
 
     Attributes:
         watched: Whether a layer has hooks or methods of its own.
@@ -65,7 +65,7 @@ class ModuleParts:
         self._classes = [*map(type, self._layers)]
         self._code = current_code(self._classes)
         self._hooked = self._hooks()
-        # who watches the root sees its output; hooks of Accelerate are an object's own forward
+        # hooks of the root see its output; those of Accelerate are an object's own forward
         own = any(not self._code.methods.isdisjoint(held) for held in self._attributes[1:])
         inner = self._code.methods - {"forward"}
         self.watched = self._hooked or own or not inner.isdisjoint(module.__dict__)
@@ -118,7 +118,7 @@ class ModuleParts:
         return held
 
     def derived(self, make: Callable[[], T]) -> T:
-        """Return a value that a function keeps for as long as it is right."""
+        """Return the value of a function that returns the same object until its inputs change."""
         value = make()
         self._derived.append((make, value))
         return value
@@ -130,7 +130,7 @@ class ModuleParts:
         return value
 
     def eps(self, layer: nn.Module) -> float:
-        """Return what a norm adds to the mean square."""
+        """Return the number that a norm adds to the mean square."""
         if not (name := name_of_eps(layer)):
             raise UnservedError
         return self.setting(layer, name)
@@ -147,7 +147,7 @@ class ModuleParts:
             self._weights += [(part, part.data_ptr(), part.shape) for part in rows]
             for name, part in zip(("qdata", "scale"), rows, strict=True):
                 self._derived.append((functools.partial(getattr, kept, name), part))
-        if kept.dtype is not self.dtype:  # what its own code multiplies it with
+        if kept.dtype is not self.dtype:  # the dtype of its own code's inputs
             raise UnservedError
         return weight, scale
 
@@ -172,7 +172,7 @@ class ModuleParts:
         return any(map(any, map(_HOOKS, itertools.islice(self._attributes, 1, None))))
 
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
-        """Return whether the layers' classes, and what these run, are what they were."""
+        """Return whether the layers have the same classes, and these the same code, as before."""
         return [*map(type, self._layers)] == self._classes and self._code.unchanged(checked)
 
     def unchanged(self) -> bool:
@@ -213,7 +213,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def name_of_eps(layer: nn.Module) -> str:
-    """Return the attribute that has what a norm adds to the mean square, or an empty string."""
+    """Return the name of a norm's epsilon, or an empty string."""
     names = ("variance_epsilon", "eps")
     return next((name for name in names if isinstance(getattr(layer, name, None), float)), "")
 

@@ -98,15 +98,15 @@ class Sequences(Packing):
     def kernel_length(self) -> int:
         """Return how many taps of a filter can meet an input: the longest sequence's length, or 1.
 
-        In a graph, where it would have to be looked up, it is the row's.
+        In a graph, which cannot look it up, it is the row's.
         """
         return max(1, self.length if torch.compiler.is_compiling() else self.longest())
 
     def aligned(self, *, tight: bool = False) -> AlignedRows:
         """Return the sequences that are no padding as rows of a batch.
 
-        They are as long as the longest sequence or, where it would have to be looked up in a
-        graph, as the whole row.
+        They are as long as the longest sequence or, in a graph, which cannot look it up, as the
+        whole row.
 
         Args:
             tight: Whether the longest is looked up for a padded batch, too, which otherwise stays
@@ -148,7 +148,7 @@ class AlignedRows:
         columns = torch.arange(self.width, device=x.device)
         inside = columns < self.lengths[:, None]  # [S, width]
         places = (self.starts[:, None] + columns).clamp(max=x.shape[1] - 1)
-        return torch.where(inside.unsqueeze(-1), x[0, places], 0)  # what lies outside may be NaN
+        return torch.where(inside.unsqueeze(-1), x[0, places], 0)  # elsewhere x may be NaN
 
     def scatter(self, x: Tensor, tokens: int) -> Tensor:
         """Map ``[S, width, D]`` back to ``[1, tokens, D]``; zeros where no sequence lies."""
@@ -271,9 +271,9 @@ def _all(mask: Tensor) -> bool:
 
 
 def _tokens_first(mask: Tensor) -> Tensor | None:
-    """Return the columns of a mask ``[B, L]``, tokens before padding; None: no token is between.
+    """Return a mask's columns ``[B, L]``, tokens first; None: no padding lies between tokens.
 
-    In a graph, where nobody looks, always.
+    A graph, which cannot look at the mask, always gets columns.
     """
     if mask.shape[1] == 1:
         return None

@@ -1,4 +1,4 @@
-"""What transformers must know of every model of the zoo."""
+"""The base of all models, as transformers loads, initialises and distributes them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.images import ImageEmbedding
 from ssmzoo.modeling.layers import CausalConv1d
+from ssmzoo.modeling.module_parts import stock_class
 
 
 class SSMPreTrainedModel(PreTrainedModel):
@@ -29,7 +30,7 @@ class SSMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["SSMBlock"]
-    _is_stateful = False  # to transformers: what cannot take tokens back; our cache can
+    _is_stateful = False  # transformers' word for a cache that cannot be cropped; ours can
     _can_compile_fullgraph = True
 
     @classmethod
@@ -39,8 +40,8 @@ class SSMPreTrainedModel(PreTrainedModel):
         Pickles are not loaded, unless ``use_safetensors=False`` asks for them.
 
         Raises:
-            ValueError: A file of weights is cut off or not what its name says, a pickle, or
-                outside the checkpoint's folder.
+            ValueError: A file of weights is cut off, of another format, a pickle, or outside the
+                checkpoint's folder.
             OSError: A file is missing.
         """
         source = pretrained_model_name_or_path
@@ -59,10 +60,10 @@ class SSMPreTrainedModel(PreTrainedModel):
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Load weights as transformers does, after a look at what their headers list.
+        """Load weights as transformers does, after a comparison with the sizes in their headers.
 
-        It makes what a file lacks, or has in another shape, at the size that the configuration
-        says. Here the model is still empty.
+        transformers would allocate every weight that a file lacks at the configuration's size. At
+        this point the model is still empty.
 
         Raises:
             ValueError: The model is far larger than its files.
@@ -99,7 +100,7 @@ class SSMPreTrainedModel(PreTrainedModel):
     def maybe_distribute_model(
         cls, model: nn.Module, distributed_config: Any, device_mesh: Any
     ) -> nn.Module:
-        """Split a model over processes as transformers does, after asking whether that can be.
+        """Split a model over processes as transformers does, if it can be split so.
 
         Raises:
             ValueError: Pipeline stages are asked for, or an embedding or head that is no table of
@@ -114,11 +115,8 @@ class SSMPreTrainedModel(PreTrainedModel):
                 )
             if (distributed_config.tp_size or 1) > 1:
                 for name, part in model.named_modules():
-                    usual = getattr(type(part), "stock_class", type(part))
-                    if name.rpartition(".")[2] in ("embed_tokens", "lm_head") and usual not in (
-                        nn.Embedding,
-                        nn.Linear,
-                    ):
+                    tables = name.rpartition(".")[2] in ("embed_tokens", "lm_head")
+                    if tables and stock_class(part) not in (nn.Embedding, nn.Linear):
                         raise ValueError(
                             f"tp_size must be 1 for this {kind}, got {distributed_config.tp_size}: "
                             f"its {name} is a {type(part).__name__}, which needs the whole "
@@ -210,9 +208,9 @@ class SSMPreTrainedModel(PreTrainedModel):
         Args:
             lr: Learning rate.
             weight_decay: Decay of the matrices.
-            groups: By group name what differs, e.g. ``{"ssm": {"lr": 1e-3}}``; keys ``lr`` and
-                ``weight_decay``. A parameter of a module with ``param_group_names`` may be named
-                itself, e.g. ``{"B": {"weight_decay": 0.1}}``; the rest is as in its group.
+            groups: By group name the settings that differ, e.g. ``{"ssm": {"lr": 1e-3}}``; keys
+                ``lr`` and ``weight_decay``. A parameter of a module with ``param_group_names`` may
+                be named itself, e.g. ``{"B": {"weight_decay": 0.1}}``; the rest is as in its group.
 
         Returns:
             Groups for ``torch.optim`` optimizers, each with ``params``, ``lr``, ``weight_decay``
@@ -223,7 +221,7 @@ class SSMPreTrainedModel(PreTrainedModel):
         """
         groups = groups or {}
         named: dict[nn.Parameter, str] = {}
-        alone: dict[nn.Parameter, str] = {}  # what groups names by the parameter's own name
+        alone: dict[nn.Parameter, str] = {}  # by their own names in ``groups``
         spared: set[nn.Parameter] = set()
         for module in self.modules():
             branch: str | None = getattr(module, "param_branch", None)
@@ -255,7 +253,7 @@ class SSMPreTrainedModel(PreTrainedModel):
                 decays = parameter.dim() >= 2 and parameter not in spared
                 key = named.get(parameter, ""), alone.get(parameter, ""), decays
                 found[key]["params"].append(parameter)
-        # a family's groups may hold nothing of one kind, the two usual ones are always there
+        # leave out empty groups of families; the two usual ones are always there
         return [g for (group, name, _), g in found.items() if g["params"] or not (group or name)]
 
     def _check_groups(
@@ -276,7 +274,7 @@ class SSMPreTrainedModel(PreTrainedModel):
 
 @contextmanager
 def empty_is_nan() -> Iterator[None]:
-    """Let ``torch.empty`` return NaN instead of what lies in memory."""
+    """Let ``torch.empty`` fill its tensors with NaN."""
     before = torch.get_deterministic_debug_mode()
     # in which torch.utils.deterministic.fill_uninitialized_memory acts
     torch.set_deterministic_debug_mode("warn")
@@ -299,7 +297,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
-    """Fail unless a configuration says what an official model is, where that is but one thing.
+    """Fail unless fields have the only values that an official model has.
 
     Raises:
         ValueError: A field has another value.
@@ -310,7 +308,7 @@ def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
 
 
 def check_weights(
-    what: str,
+    source: str,
     weights: dict[str, Tensor],
     kind: type[PreTrainedModel],
     config: SSMConfig,
@@ -319,7 +317,7 @@ def check_weights(
     """Check that converted weights have the names and shapes of a model's weights.
 
     Args:
-        what: What they were converted from, for the error: ``"a Longhorn checkpoint"``.
+        source: The kind of checkpoint, for the error: ``"a Longhorn checkpoint"``.
         weights: The weights under our names; with ``to_official`` under the other code's.
         kind: The model they are for.
         config: Its configuration.
@@ -337,7 +335,7 @@ def check_weights(
     unknown = sorted(weights.keys() - expected.keys())
     if missing or unknown:
         raise LookupError(
-            f"state_dict must be {what} of this configuration, got missing {missing[:3]}, "
+            f"state_dict must be {source} of this configuration, got missing {missing[:3]}, "
             f"unknown {unknown[:3]}"
         )
     for name, tensor in weights.items():

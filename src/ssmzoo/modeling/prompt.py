@@ -176,7 +176,7 @@ def prefill(
             f"cache has seen {start} tokens, so input_ids must be those and at least "
             f"one more, got {end + 1}"
         )
-    state.read_again(backbone)  # where there is nothing more to read
+    state.read_again(backbone)  # a cropped cache may have tokens to read again
     step = chunk_size or max(end, 1)
     places = (attention_mask.long().cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():

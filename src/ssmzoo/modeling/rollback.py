@@ -1,4 +1,4 @@
-"""Tokens taken back from a cache: calls leave snapshots, and what stays of a call is read again."""
+"""Rolling tokens back: calls leave snapshots, and a call's tokens that stay are read again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssmzoo.modeling.compat import CACHE
 
 @dataclass
 class Recorded:
-    """A forward pass that may be rolled back: the states before it, and what it read."""
+    """A forward pass that may be rolled back: the states before it, and its inputs."""
 
     states: list[dict[str, Tensor]]
     inputs: dict[str, Tensor] | None  # by argument, [B, L, ...]; None: none to read again
@@ -22,22 +22,22 @@ class Recorded:
 
 
 class RollbackCache(Cache):
-    """A cache that counts tokens and takes them back; a subclass holds the states."""
+    """A cache that counts tokens and rolls them back; a subclass holds the states."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.seen_tokens = 0
-        self.pending: dict[str, Tensor] | None = None  # what the next call must read again first
-        self.input_holds_seen = False  # in generate: whether its first input repeats what was seen
+        self.pending: dict[str, Tensor] | None = None  # inputs that the next call must read first
+        self.input_holds_seen = False  # in generate: whether the first input repeats tokens seen
         self.recording = False
         self._recorded: list[Recorded] = []
 
     def get_states(self) -> list[dict[str, Tensor]]:
-        """Return what each layer holds, by name; not copies."""
+        """Return each layer's states by name; not copies."""
         raise NotImplementedError
 
     def set_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Let each layer hold these.
+        """Replace each layer's states.
 
         Raises:
             ValueError: A layer has no state of such a name.
@@ -69,12 +69,12 @@ class RollbackCache(Cache):
         """Return the snapshot that :meth:`advance` takes, so that a call can be rolled back.
 
         Args:
-            inputs: What the call is about to read, as :class:`Recorded` keeps it.
+            inputs: The call's inputs, as :class:`Recorded` keeps them.
         """
         return Recorded(self._snapshot(), inputs) if self.recording else None
 
     def advance(self, tokens: int, recorded: Recorded | None) -> None:
-        """Count the tokens of a call, and keep what :meth:`record` returned before it."""
+        """Count the tokens of a call, and keep the snapshot of :meth:`record` before it."""
         self._count(tokens)
         if recorded is not None:
             recorded.length = tokens
@@ -85,7 +85,7 @@ class RollbackCache(Cache):
 
     @torch.no_grad()
     def read_again(self, model: nn.Module) -> None:
-        """Bring the states to where a crop put the number of tokens; ``model`` reads what stays."""
+        """Let ``model`` read the tokens of a call that a crop kept, to bring states up to date."""
         pending, seen = self.pending, self.seen_tokens
         if pending is None:
             return
@@ -103,7 +103,7 @@ class RollbackCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Return whether what is read from now on can be rolled back."""
+        """Return whether calls from now on can be rolled back."""
         return self.recording
 
     def crop(self, max_length: int) -> None:

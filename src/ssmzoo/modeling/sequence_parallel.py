@@ -4,11 +4,10 @@ A layer's state is all that its next tokens need of those before. So the process
 its layers' initial states from the process before, and sends its final states to the one behind;
 gradients go the other way. Nothing else crosses, and no size depends on the length.
 
-What surprises: nobody waits for a whole model. A mixer asks for a state where its scan begins, and
-leaves one where it ends; all else (projections, MLPs, the head) every process computes at once. Of
-R processes the last one starts R - 1 scans of one layer late, once a pass, not once a layer. So a
-family needs no algebra of its own here, and one whose recurrence is not linear (COFFEE) serves as
-well as the others.
+What surprises: no process waits for another's whole model. A mixer receives its state where its
+scan begins and sends one where it ends; processes compute projections, MLPs and the head at the
+same time. Of R processes the last one starts late by R - 1 scans of one layer, once a pass, not
+once a layer. Families need no code for this, and recurrences need not be linear (COFFEE).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class PassingCache(RecurrentCache):
-    """What the caches share through which a call's states are passed.
+    """Base of the caches that pass a call's states from process to process.
 
     Attributes:
-        kind: What the state after the whole row is kept in.
-        passing: What passes them.
+        kind: The class of cache for the state after the whole row.
+        passing: Receives and sends the states.
     """
 
     kind: ClassVar[type[RecurrentCache]]
@@ -54,7 +53,7 @@ class PassingCache(RecurrentCache):
     def whole(self) -> RecurrentCache:
         """Return, in every process, the state after the row; all must call this."""
         cache = self.kind(self.config)
-        states, cache.seen_tokens = self.passing.of_the_last(self)
+        states, cache.seen_tokens = self.passing.broadcast_last(self)
         cache.set_states(states)
         return cache
 
@@ -63,10 +62,10 @@ class SequenceParallelCache(PassingCache, StateCache):
     """The states of a row that lies on several processes, in pieces of consecutive tokens.
 
     Every process calls its copy of the model on its piece, with a new cache of this class, and in
-    training runs a backward pass through what came out; all make the same calls in the same order.
-    What the model returns, and all gradients, are those of the whole row: outputs of this process's
-    tokens, and of each parameter this process's share of the gradient, which their sum completes.
-    After the call the last process's cache holds the state after the row.
+    training runs a backward pass through the output; all make the same calls in the same order.
+    Outputs and gradients are those of the whole row: each process gets the outputs of its tokens,
+    and its share of every parameter's gradient; the gradient is the sum of the shares. After the
+    call the last process's cache holds the state after the row.
 
     Args:
         config: The configuration of the model it will serve.
@@ -96,7 +95,7 @@ class SequenceParallelCache(PassingCache, StateCache):
         state.initial, state.final = self.passing.open_layer(index, hidden_states.device)
 
     def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
-        """Take the states that a call left, and let gradients of what it returns go through them.
+        """Take the states that a call left; gradients of what this returns flow through them.
 
         A process whose tokens have no loss must run a backward pass, too, for those before it.
         """
@@ -144,7 +143,7 @@ def require_passing(config: SSMConfig) -> None:
 
 
 def packed_piece(starts: Tensor, begin: int, end: int) -> tuple[Tensor, CutRows]:
-    """Return one piece of rows of packed sequences: its boundaries, and who goes on.
+    """Return boundaries of a piece of rows of packed sequences, and which sequences it cuts.
 
     Args:
         starts: Where sequences begin ``[B, L]``.

@@ -1,13 +1,12 @@
 """The initial state as an adapter: trained states that a frozen model starts every sequence from.
 
-A :class:`StateAdapter` holds one float32 tensor for each state that a layer keeps as real numbers:
-recurrent states, and the tails of convolutions where the family's state has them. Counters start at
-zero, and keys and values of attention are left out: nothing was read. It is a module of the model
-that it serves, so its tensors are trained, moved and saved by what trains, moves and saves that
-model.
+A :class:`StateAdapter` holds one float32 tensor for each state of real numbers: recurrent states,
+and the last inputs of convolutions. Counters start at zero; keys and values of attention are left
+out, as no token was read. It is a module of its model, so its tensors are trained, moved and saved
+with the model's.
 
-What surprises: a first call of one token goes the way of a prompt, not that of a step, because some
-families keep for a step what the prompt's way works out from the state itself.
+What surprises: a first call of one token runs as a prompt, not as a step, because in some families
+a prompt computes values for the next step from the state.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ssmzoo.checkpoints.weights import (
 from ssmzoo.files import appears_whole, write_json, writing
 from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.cache_files import tensors_digest
-from ssmzoo.modeling.cache_identity import STATE_ADAPTER, as_of_now, difference
+from ssmzoo.modeling.cache_identity import STATE_ADAPTER, difference, upgraded
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.layers import keeping_precision
 from ssmzoo.modeling.pretrained import evaluating
@@ -41,14 +40,14 @@ from ssmzoo.modeling.pretrained import evaluating
 class StateAdapter(nn.Module):
     """Trained initial states, one for each state of each layer, without the batch's dimension.
 
-    They are zeros at first, with which a model computes what it computes without the adapter. No
+    They are zeros at first, with which the model's outputs are those without the adapter. No
     cast to a lower precision touches them.
 
     Args:
-        base: What a model must share with the one that it serves: fields of its configuration.
+        base: Fields of the configuration that a model must share with the one that it serves.
         model_type: The model's type.
         states: By layer the states' shapes by name.
-        counters: By layer shapes and types of what starts at zero and is not trained.
+        counters: By layer shapes and dtypes of states that start at zero and are not trained.
     """
 
     param_group_names: Mapping[str, str]
@@ -137,7 +136,7 @@ class StateAdapter(nn.Module):
                 f"{self.model_type!r}; load the model that it was trained on"
             )
         _check_states(where, config["states"], own)
-        base = as_of_now(config["base"], self.base, self._config_class)
+        base = upgraded(config["base"], self.base, self._config_class)
         if base != self.base:
             raise ValueError(
                 f"{where} belongs to another model: {difference(base, self.base)}; load the model "
@@ -196,7 +195,7 @@ def load_state_adapter(directory: str | os.PathLike[str], model: nn.Module) -> S
     Raises:
         FileNotFoundError: The folder holds no state adapter.
         ValueError: It is damaged or was made for another model, which then stays as it was; or
-            what :func:`add_state_adapter` raises.
+            the errors of :func:`add_state_adapter`.
     """
     backbone = _backbone(model)
     adapter = state_adapter_of(backbone)
@@ -289,7 +288,7 @@ def _fresh(model: Any, backbone: Any) -> StateAdapter:
             f"a state adapter needs a layer with a recurrent state of real numbers, and {name} has "
             "none: its layers keep keys and values of tokens alone"
         )
-    # as it reads in a file, which has no infinity
+    # in the form that it has in a file: JSON has no infinity
     signature = json.dumps(backbone.cache_class.signature(config), default=str)
     base = json.loads(signature, parse_constant=str)
     adapter = StateAdapter(base, config, states, counters)

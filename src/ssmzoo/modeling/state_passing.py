@@ -1,7 +1,7 @@
-"""The states of a row's pieces on their way: from the process before, to the one behind.
+"""Passing states between the processes of a row: from the one before, to the one behind.
 
-A mixer asks for a state where its scan begins, and leaves one where it ends. The gradient of a
-state that was received goes back to the process that sent it.
+A mixer receives a state where its scan begins, and sends one where it ends. The gradient of a
+received state goes back to the process that sent it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CutRows(NamedTuple):
 
 
 class StatePassing:
-    """What the layers of one call receive from the process before, and send to the one behind.
+    """The states that the layers of one call receive and send.
 
     Args:
         group: The processes, in the order of the pieces; None: all of them.
@@ -76,7 +76,7 @@ class StatePassing:
         return self._opened[index]
 
     def close(self, hidden_states: Tensor) -> Tensor:
-        """Receive and send what is left; let gradients of what it returns go through the states.
+        """Receive and send the remaining states; return ``hidden_states``, tied to their gradients.
 
         A process whose tokens have no loss must run a backward pass, too, for those before it.
         """
@@ -94,7 +94,7 @@ class StatePassing:
             return {}
         return {name: state.detach() for name, state in self._opened[index][1].items()}
 
-    def of_the_last(self, cache: RollbackCache) -> tuple[list[dict[str, Tensor]], int]:
+    def broadcast_last(self, cache: RollbackCache) -> tuple[list[dict[str, Tensor]], int]:
         """Return, in every process, the states of the last one's cache, and the tokens of all."""
         line, states = self._line, cache.get_states()
         device = next(state.device for held in states for state in held.values())
@@ -115,7 +115,7 @@ class StatePassing:
 
 
 class ProcessLine:
-    """This process's place among those of a row, and what it sends and receives."""
+    """This process's place among those of a row; sends to and receives from its neighbours."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -149,7 +149,7 @@ class ProcessLine:
         return tensor
 
     def finish(self) -> None:
-        """Wait until all that was sent in the group is there."""
+        """Wait until all tensors that were sent in the group have arrived."""
         for work, _ in self._in_flight:
             work.wait()
         self._in_flight.clear()
@@ -161,7 +161,7 @@ class ProcessLine:
         sent.append((dist.isend(tensor, to, self.group), tensor))
 
 
-# by group: what was sent, which must live until it is there, and may outlive the call that sent it
+# by group: tensors that are being sent; they must live until they arrive, also after the call
 _in_flight: WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, Tensor]]] = WeakKeyDictionary()
 
 
@@ -195,7 +195,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """Return a tensor; its backward pass also visits what was sent and received, used or not."""
+    """Return a tensor; its backward pass also visits all states sent and received, used or not."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *ends: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ _HEADER = 3 + _DIMS + _NAME // 8  # numbers: kind, dtype, dimensions, sizes, nam
 def _header(
     kind: _Kind, dtype: torch.dtype, name: str, shape: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Return what is sent before a state, so that the receiver can make room for it."""
+    """Return the header of a state, by which the receiver allocates its tensor."""
     if dtype not in _DTYPES or len(shape) > _DIMS or len(name.encode()) > _NAME:
         raise ValueError(
             f"state {name!r} must have a name of at most {_NAME} bytes, at most {_DIMS} dimensions "
@@ -266,7 +266,7 @@ class _Arriving(Mapping[str, Tensor]):
         return len(self._found)
 
     def drain(self) -> list[Tensor]:
-        """Return all that was received and has a gradient, asked for or not."""
+        """Return all states that were received with a gradient, used by a mixer or not."""
         self.receive_all()
         return [state for state in self._found.values() if state.requires_grad]
 
@@ -296,7 +296,7 @@ class _Leaving(MutableMapping[str, Tensor]):
     def __init__(self, line: ProcessLine, rows: CutRows | None, device: torch.device) -> None:
         self._line, self._rows, self._device = line, rows, device
         self._states: dict[str, Tensor] = {}
-        self.ends: list[Tensor] = []  # where gradients of what was sent come in
+        self.ends: list[Tensor] = []  # where gradients of sent states come in
         self._closed = False
 
     def __setitem__(self, name: str, state: Tensor) -> None:

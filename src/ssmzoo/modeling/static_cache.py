@@ -1,7 +1,7 @@
-"""A state in buffers that are written in place, so that a graph of CUDA can take a step.
+"""A state in buffers that are written in place, so that a CUDA graph can run a step.
 
-What surprises: a token changes no Python number; the tokens seen are counted in a tensor, too. So
-one graph of ``torch.compile`` serves all steps, and its memory never moves.
+What surprises: a token changes no Python number, as the tokens seen are counted in a tensor. So one
+graph of ``torch.compile`` serves all steps, and its memory never moves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StaticLayer(CacheLayer):
-    """One layer's buffers. What is assigned to ``states`` is copied into them."""
+    """One layer's buffers; states that are assigned are copied into them."""
 
     is_compileable = True
 
@@ -57,7 +57,7 @@ class StaticLayer(CacheLayer):
 class StaticStateCache(StateCache):
     """A :class:`StateCache` whose memory stays where it is: every call writes into it in place.
 
-    The first call makes the buffers; run it uncompiled where graphs of CUDA shall take the steps
+    The first call makes the buffers; run it uncompiled where CUDA graphs shall run the steps
     (``generate`` does). :meth:`reset` keeps them for the next prompt of as many rows; only methods
     that change the number of rows make new ones. A call that fails leaves the state unchanged.
 
@@ -190,6 +190,6 @@ def _buffer(state: Tensor) -> Tensor:
         return state.clone()
     with torch.inference_mode(False), torch.no_grad():
         buffer = state.clone()
-    if buffer.device.type != "cpu":  # on which there are no such graphs
+    if buffer.device.type != "cpu":  # CPUs have no such graphs
         torch._dynamo.mark_static_address(buffer, guard=False)
     return buffer

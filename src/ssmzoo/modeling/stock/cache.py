@@ -44,7 +44,7 @@ class StockCache(RecurrentCache):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        layers = dynamic_cache(config).layers
         super().__init__(config, layers=layers)
         if strange := {type(layer).__name__ for layer in layers} - set(_KNOWN):
             raise ValueError(
@@ -54,7 +54,7 @@ class StockCache(RecurrentCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Return False: ``generate`` compiles only what was compiled without this cache too."""
+        """Return False: ``generate`` then compiles no more than it does without this cache."""
         return False
 
     @property
@@ -69,7 +69,7 @@ class StockCache(RecurrentCache):
     def is_linear(self) -> list[bool]:
         """Return which layers keep no tokens, but none of a model of such layers alone.
 
-        There ``generate`` would not cut off a prompt what the state has seen.
+        There ``generate`` would not cut the tokens seen off a prompt.
         """
         linear = super().is_linear
         return [False] * len(linear) if all(linear) else linear
@@ -82,16 +82,16 @@ class StockCache(RecurrentCache):
         return json.loads(json.dumps(fields, default=str))  # as it reads in a file
 
     def get_states(self) -> list[dict[str, Tensor]]:
-        """Return what each layer holds, by name; not copies."""
+        """Return each layer's states by name; not copies."""
         return [states_of(layer) for layer in self.layers]
 
     def set_states(self, states: list[dict[str, Tensor]]) -> None:
-        """Let each layer hold these.
+        """Replace each layer's states.
 
         Raises:
             ValueError: A layer has no state of such a name.
         """
-        fresh = DynamicCache(config=self.config.get_text_config(decoder=True))
+        fresh = dynamic_cache(self.config)
         for index, (layer, tensors) in enumerate(zip(fresh.layers, states, strict=True)):
             attends = isinstance(layer, CacheLayerMixin) and set(_ATTENTION) <= tensors.keys()
             for name, state in tensors.items():
@@ -121,7 +121,7 @@ class StockCache(RecurrentCache):
         """
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         if given.get(name) is None:
-            return forward()  # which says what is missing
+            return forward()  # which names the missing input
         if model.training and is_checkpointing(model):
             raise ValueError(
                 f"cache must be left out where {type(model).__name__} trains with "
@@ -138,12 +138,17 @@ class StockCache(RecurrentCache):
         return output
 
 
+def dynamic_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Return transformers' empty cache for a model."""
+    return DynamicCache(config=config.get_text_config(decoder=True))
+
+
 def new_cache(config: PreTrainedConfig) -> DynamicCache | StockCache:
     """Return the cache that a call makes: transformers', or ours for recurrent layers alone.
 
     transformers' cache counts tokens by the keys of attention.
     """
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    cache = dynamic_cache(config)
     return StockCache(config) if all(cache.is_linear) else cache
 
 
@@ -171,10 +176,18 @@ class StockSequenceParallelCache(PassingCache, StockCache):
         """Take the states after a call of so many tokens a row."""
         states = [self.passing.final(index) for index in range(len(self.layers))]
         for held in states:
-            if CONV_STATE in held:  # [B, K - 1, D], which transformers keeps as [B, D, K]
-                held[CONV_STATE] = F.pad(held[CONV_STATE].transpose(1, 2), (1, 0))
+            if CONV_STATE in held:
+                held[CONV_STATE] = cached_convolution(held[CONV_STATE])
         self.set_states(states)
         self.advance(tokens, None)
+
+
+def cached_convolution(state: Tensor) -> Tensor:
+    """Return a convolution's last inputs ``[B, K - 1, D]`` as transformers has them: ``[B, D, K]``.
+
+    Its oldest entry, which no token reads again, is zero.
+    """
+    return F.pad(state.transpose(1, 2), (1, 0))
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:

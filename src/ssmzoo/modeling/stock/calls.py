@@ -1,4 +1,4 @@
-"""What the functions that run deep inside stock mixers must know of the call that they run in."""
+"""The running call, as functions deep inside stock mixers need to know it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Call(threading.local):
         masked: Whether it got an attention mask.
         states: Its states, where ``passing`` has them.
         scans: The scans that run, with their arguments, while ``dynamics`` asks; else None.
-        checked_code: Whether the code of layers is what it was, as this call has found it; None
+        checked_code: Whether the code of layers is unchanged, as this call has found it; None
             outside a model's forward.
     """
 
     def __init__(self) -> None:
-        # of every thread's own, because a graph's guards look for them there
+        # in each thread's own instance, where a graph's guards look for them
         self.packing: Sequences | None = None
         self.passing: StatePassing | StartingStates | None = None
         self.mixer: Any = None

@@ -26,12 +26,12 @@ from ssmzoo.modeling.stock.norms import normalised
 
 
 class Accelerated:
-    """What every subclass is besides; pickles and copies name the stock class."""
+    """Base of all subclasses; pickles and copies name the stock class."""
 
     stock_class: type[nn.Module]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Make a stock module: a class is not accelerated, what it made is."""
+        """Make a stock module: only a module becomes accelerated, its class never does."""
         made: Any = self
         made.__class__ = self.stock_class
         made.__init__(*args, **kwargs)
@@ -120,7 +120,7 @@ class BlockCalls:
     stock_class: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Add what the call knows to the arguments that checkpointing keeps."""
+        """Add packing and states of the call to the arguments that checkpointing keeps."""
         now = call.packing, call.passing
         if now != (None, None):
             kwargs["known_of_call"] = now

@@ -19,8 +19,8 @@ def dynamics(mixer: Any, hidden_states: Tensor) -> Dynamics:
     """Return the mean decay at an input ``[B, L, D]``; kernels are left to be measured.
 
     ``decay`` is ``exp(mean_t log a_t)``: of Mamba ``a = exp(dt A)``, a number for each entry of the
-    state; of Mamba2 and gated DeltaNet one a head, of KDA one a head and key channel. What the
-    delta rule erases of a key when it writes the key anew is not in it.
+    state; of Mamba2 and gated DeltaNet one a head, of KDA one a head and key channel. The
+    delta rule's erasing of a key, when it writes the key anew, is not in it.
     """
     call.scans = []
     try:

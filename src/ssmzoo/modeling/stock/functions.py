@@ -65,7 +65,7 @@ def _activated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain_linear(layer: Any) -> bool:
-    """Return whether a layer's weight is all that it multiplies with; True of no layer."""
+    """Return whether a layer only multiplies with its weight, or there is none."""
     if layer is None:
         return True
     return stock_class(layer) is nn.Linear and type(layer.weight) is nn.Parameter
@@ -86,7 +86,7 @@ def _may_fuse(mixer: Any) -> bool:
 
 @functools.wraps(layers.FUNCTIONS["mamba_inner_fn"])
 def _mamba_inner_fn(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Decline where it would not do what the mixer's layers do: the mixer then calls these."""
+    """Return None where it would differ from the mixer's layers: the mixer then calls these."""
     # it takes no states and no mask
     if call.passing is not None or call.masked or not _may_fuse(call.mixer):
         return None

@@ -1,4 +1,4 @@
-"""What ``generate`` asks of an accelerated model: to go on from a state, to take tokens back.
+"""Generation by accelerated models: going on from a state, rolling back rejected tokens.
 
 transformers refuses assisted decoding for recurrent models, since its caches of their states cannot
 be cropped; :class:`StockCache` can. It is called :data:`CACHE` here, also where the model
@@ -24,10 +24,10 @@ from ssmzoo.modeling.stock.model_calls import ModelCalls
 class GeneratingCalls(ModelCalls):
     """The calls of an accelerated model that generates; methods are those of GenerationMixin."""
 
-    _is_stateful = False  # to transformers: what cannot take tokens back
+    _is_stateful = False  # transformers' word for a cache that cannot be cropped
 
     def prepare_with_cache(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Return what ``prepare_inputs_for_generation`` does, also behind one of our caches."""
+        """Run ``prepare_inputs_for_generation``, also behind one of our caches."""
         cache = kwargs.get(CACHE)
         if isinstance(cache, StockCache) and cache.input_holds_seen:
             cache.input_holds_seen = False
@@ -92,7 +92,7 @@ class GeneratingCalls(ModelCalls):
     def _assisted_decoding(
         self: Any, input_ids: Tensor, *args: Any, generation_config: Any, **kwargs: Any
     ) -> Any:
-        """Speculate with a cache that can be cropped."""
+        """Decode with an assistant, and a cache that can be cropped."""
         if getattr(generation_config, "assistant_early_exit", None) is not None:
             raise ValueError(
                 f"assistant_early_exit must be left out for {type(self).__name__}: transformers' "

@@ -20,7 +20,7 @@ _MIXER_ARGUMENTS = ["self", "hidden_states", MIXER_CACHE, "attention_mask"]
 
 
 def writers_of(stock: type) -> tuple[Writer, ...]:
-    """Return what writes one token of a norm or an MLP as a program; none for other modules."""
+    """Return the writers of a token of a norm or an MLP as a program; none for other modules."""
     name = stock.__name__
     if not stock.__module__.startswith("transformers.models."):
         return ()

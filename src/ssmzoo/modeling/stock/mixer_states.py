@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE
+from ssmzoo.modeling.stock.cache import CONV_STATE, SCAN_STATE, cached_convolution
 
 
 class StartingStates:
@@ -32,7 +31,7 @@ class StartingStates:
         return self._initial.get(index, {}), self.final.setdefault(index, {})
 
     def close(self, hidden_states: Tensor) -> Tensor:
-        """Return what the last layer returned."""
+        """Return ``hidden_states``: there is nothing to receive or send."""
         return hidden_states
 
     def leave(self, cache: Cache, adapter: Any) -> None:
@@ -42,8 +41,7 @@ class StartingStates:
                 final[name] if adapter is None else final[name].detach()
                 for name in (CONV_STATE, SCAN_STATE)
             )
-            # of [B, K - 1, D] transformers keeps [B, D, K]
-            cache.update_conv_state(F.pad(conv.transpose(1, 2), (1, 0)), index)
+            cache.update_conv_state(cached_convolution(conv), index)
             cache.update_recurrent_state(scan, index)
 
 

@@ -31,7 +31,7 @@ class MixerCalls:
         forward_with_ops: The stock forward with our functions.
         known_code: The code that was there when the model was accelerated.
         functions: The names of our functions that it calls.
-        writers: What writes one of its tokens as a program.
+        writers: The functions that write one of its tokens as a program.
         scans_by_head: Whether it scans head by head (Zamba).
     """
 
@@ -75,10 +75,10 @@ class MixerCalls:
     def layered(
         self, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None, **kwargs: Any
     ) -> Any:
-        """Return what :meth:`forward` returns, without a program."""
+        """Run :meth:`forward` without a program."""
         length, packing = hidden_states.shape[1], call.packing
         if attention_mask is not None and attention_mask.shape[-1] > length:
-            attention_mask = attention_mask[:, -length:]  # the mask of what the cache has seen too
+            attention_mask = attention_mask[:, -length:]  # it may cover tokens of the cache
         if packing is None or packing.order is None:
             return self._in_order(hidden_states, cache, attention_mask, **kwargs)
         if attention_mask is not None:
@@ -148,10 +148,10 @@ def _with_globals(
 
 
 def _require_plain(mixer: Any) -> None:
-    """Fail for what a stock mixer cannot read, in a class that somebody changed."""
+    """Fail where a mixer whose code was replaced would need our functions."""
     if call.packing is not None or call.passing is not None:
         raise RuntimeError(
-            f"{type(mixer).__name__}: its forward, or what that calls, was replaced after "
+            f"{type(mixer).__name__}: its forward, or a function that it calls, was replaced after "
             "accelerate(), and packed or padded sequences, several tokens behind a cache and "
             "states from elsewhere need ssmzoo's kernels; undo that, or restore the model and "
             "accelerate it again"
@@ -161,7 +161,7 @@ def _require_plain(mixer: Any) -> None:
 def _states_of_one_token(
     mixer: Any, cache: Any, attention_mask: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return the states that a token moves, of the convolution and the scan; none: as it comes."""
+    """Return the states of convolution and scan that a program steps; empty: none may run."""
     if cache is None or torch.is_grad_enabled():
         return ()
     if call.packing is not None or call.passing is not None:

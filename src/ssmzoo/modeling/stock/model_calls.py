@@ -3,8 +3,8 @@
 Padding is packing here: a sequence of its own, over which a row's state neither moves nor decays,
 as it would in the stock code, which only lets padding add nothing. Where a call is padded, starts
 from a state adapter, or goes on with several tokens that a stock scan cannot continue, its mixers
-get their states apart from transformers' cache, and what they leave goes into it after the call;
-transformers' attention uses it as ever.
+get their states apart from transformers' cache, and their final states are written into it after
+the call; transformers' attention uses it as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ssmzoo.modeling.cache import refuse_pieces, refuse_reentrant_checkpointing
@@ -31,6 +31,7 @@ from ssmzoo.modeling.stock.cache import (
     SCAN_STATE,
     StockCache,
     StockSequenceParallelCache,
+    dynamic_cache,
     new_cache,
     states_of,
 )
@@ -49,7 +50,7 @@ from ssmzoo.modeling.stock.packed_calls import (
 
 
 class ModelCalls:
-    """The calls of an accelerated model, and what caches and adapters ask of it.
+    """The calls of an accelerated model, and its methods for caches and adapters.
 
     Attributes:
         argument_names: Those of the stock forward, in order.
@@ -87,7 +88,7 @@ class ModelCalls:
             else:
                 with mixers_with(packing, call.passing):
                     output = self._read(given)
-        # whose class may know both
+        # an output's class may have both names
         if asked and isinstance(output, ModelOutput) and not hasattr(type(output), asked):
             output[asked] = output.get(self.cache_argument)
         return output
@@ -104,7 +105,7 @@ class ModelCalls:
         return output
 
     def _read(self: Any, given: dict[str, Any]) -> Any:
-        """Read rows; mixers know what is packed in them."""
+        """Read rows, in which mixers keep packed sequences apart."""
         if self.recurrent_backbone is not self:
             return self.stock_class.forward(self, **given)
         cache = given.get(self.cache_argument)
@@ -116,7 +117,7 @@ class ModelCalls:
             given = self._placed(cache, given)
         inputs = inputs_of(given)
         if inputs is None:
-            return self._layers(given)  # the stock code says what is missing
+            return self._layers(given)  # the stock code names the missing input
         packing = call.packing
         padded = packing is None and (packing := padding_of(given, inputs)) is not None
         if self._starts_apart(given, padded):
@@ -229,7 +230,7 @@ class ModelCalls:
                     "sequence parallelism passes states of layers on ssmzoo's kernels, and "
                     f"{path} of {name} stays stock: {unknown(type(module))}"
                 )
-        layers = DynamicCache(config=self.config.get_text_config(decoder=True)).layers
+        layers = dynamic_cache(self.config).layers
         kinds = [type(layer).__name__ for layer in layers if type(layer).__name__ != "DummyLayer"]
         if kinds != ["LinearAttentionLayer"] * mixers:
             strange = sorted({*kinds} - {"LinearAttentionLayer"}) or ["LinearAttentionLayer"]
@@ -271,7 +272,7 @@ def model_body(stock: type[PreTrainedModel]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False))
         if len(given) < len(args) or given.keys() & kwargs.keys():
-            return stock.forward(self, *args, **kwargs)  # which says what is wrong
+            return stock.forward(self, *args, **kwargs)  # which names the wrong argument
         given |= kwargs
         if torch.compiler.is_compiling() or call.checked_code is not None:
             return self.read_any(given)
@@ -304,7 +305,7 @@ def _holds_states(cache: Any) -> bool:
 
 
 def _check_piece(model: Any, cache: StockSequenceParallelCache, given: dict[str, Any]) -> int:
-    """Return how many tokens a row a call reads as its piece, or raise what it cannot."""
+    """Return how many tokens a row a call reads as its piece; fail if it cannot be a piece."""
     backbone = model.recurrent_backbone
     if STATE_ADAPTER in backbone._modules:
         refuse_pieces()

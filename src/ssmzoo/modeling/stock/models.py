@@ -23,7 +23,7 @@ _log = logging.getLogger("ssmzoo")
 
 
 class Acceleration:
-    """What ``accelerate`` returns; as a context manager it restores the model at the end."""
+    """The result of ``accelerate``: a context manager that restores the model at its end."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -52,11 +52,11 @@ def accelerate(model: nn.Module) -> Acceleration:
     """Let the recurrent layers of a transformers model run on ssmzoo's kernels.
 
     Mamba, Falcon-Mamba, Jamba, Zamba, Mamba2 and the hybrids that have its layers, gated DeltaNet
-    and KDA are served: by what a layer calls, not by the model's name. Outputs and gradients stay
-    the same to rounding, weights stay where they are, and other models of the class are not
-    touched. Besides, a cache can be continued with several tokens, padding anywhere changes nothing
-    at tokens, and packed sequences (``cu_seqlens``, ``seq_idx`` or ``position_ids`` that begin
-    anew) are kept apart.
+    and KDA are served: by the functions that a layer calls, not by the model's name. Outputs and
+    gradients stay the same to rounding, weights stay where they are, and other models of the class
+    are not touched. Besides, several tokens can go on from a cache, padding anywhere changes no
+    token's output, and packed sequences (``cu_seqlens``, ``seq_idx`` or ``position_ids`` that
+    begin anew) are kept apart.
 
     Args:
         model: A model of transformers, or a PEFT model around one; changed in place.
@@ -112,7 +112,7 @@ def restore(model: nn.Module) -> None:
 
 
 def accelerated(model: nn.Module) -> dict[str, str]:
-    """Tell for every recurrent layer of a transformers model, by name, what it runs on.
+    """Return, for every recurrent layer of a transformers model, by name, the ops that it runs on.
 
     Returns:
         The ops (``"causal_conv1d, selective_scan"``), or ``"stock: "`` and why; empty for a model
@@ -142,7 +142,7 @@ def mixers_of(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def choose_kernels(model: nn.Module, stock: bool) -> None:
-    """Accelerate what a command loaded, unless stock is asked for, and say so in a line.
+    """Accelerate a command's model, unless stock is asked for, and log a line about it.
 
     Models of the zoo, models without recurrent layers and layers that are not known stay as they
     are.
@@ -174,7 +174,7 @@ def _become(module: Any, kind: type[nn.Module]) -> None:
 
 
 def _to_change(model: nn.Module, served: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules whose class changes: mixers, what they lie in, and parts that decode."""
+    """Return the modules whose class changes: mixers, modules around them, linear layers, MLPs."""
     mixers = set(served)
     around = [
         module
@@ -187,7 +187,7 @@ def _to_change(model: nn.Module, served: list[nn.Module]) -> list[nn.Module]:
 
 
 def _check(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's recurrent layers by name, or raise what :func:`accelerate` raises."""
+    """Return a model's recurrent layers by name; raises the errors of :func:`accelerate`."""
     _check_kind(model, "accelerate")
     name = _name(model)
     if isinstance(model, SSMPreTrainedModel):

@@ -22,7 +22,7 @@ from ssmzoo_kernels import rms_norm
 from ssmzoo_kernels.dispatch import is_plain
 
 _log = logging.getLogger("ssmzoo")
-OFFSETS = (0.0, 1.0)  # what models add to a norm's weight
+OFFSETS = (0.0, 1.0)  # numbers that models add to a norm's weight
 
 
 def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
@@ -61,5 +61,5 @@ def normalised(module: Any, x: Tensor, stock: Callable[[], Tensor]) -> Tensor:
                 known.code = current_code((type(module),))
                 if math.isnan(known.offset):
                     _log.info("%s stays stock: its numbers are others", type(module).__name__)
-    # also the first time: what checkpointing runs again must be what ran before
+    # also the first time: checkpointing must recompute by the same code
     return stock() if known.offset is None or math.isnan(known.offset) else ours(known.offset)

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.inputs import BOUNDARIES
 from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.modeling.stock.calls import call
 
-_BOUNDARIES = ("cu_seqlens", "cu_seq_lens_q")
 # kinds of layers whose masks we know
 _MASKED = {"full_attention", "linear_attention", "hybrid", "mlp", "moe"}
 
@@ -38,7 +38,7 @@ def packed_call(
     """
     if call.packing is not None:
         return None, given
-    cu_seqlens = next((given[n] for n in _BOUNDARIES if given.get(n) is not None), None)
+    cu_seqlens = next((given[n] for n in BOUNDARIES if given.get(n) is not None), None)
     seq_idx, positions = given.get("seq_idx"), given.get("position_ids")
     explicit = cu_seqlens is not None or seq_idx is not None
     if not explicit and (not isinstance(positions, Tensor) or cache is not None):
@@ -83,7 +83,7 @@ def _for_attention(model: Any, packing: Sequences, inputs: Tensor) -> dict[str, 
     batch, length = inputs.shape[:2]
     places = torch.arange(packing.length, device=inputs.device)
     places = (places - packing.offsets[packing.numbers()]).view(batch, length)
-    # what transformers makes of positions that begin anew; some models do not pass them on
+    # transformers makes this mask from positions that begin anew; some models do not pass them on
     nothing: dict[str, Any] = {CACHE: None}
     apart = create_causal_mask(
         config,
@@ -131,7 +131,7 @@ def positions(given: Mapping[str, Any], seen: int) -> Tensor | None:
 
 
 def inputs_of(given: Mapping[str, Any]) -> Any:
-    """Return what a call reads, ids or embeddings."""
+    """Return a call's inputs, ids or embeddings."""
     ids = given.get("input_ids")
     return given.get("inputs_embeds") if ids is None else ids
 
@@ -139,7 +139,7 @@ def inputs_of(given: Mapping[str, Any]) -> Any:
 def padding_of(given: Mapping[str, Any], inputs: Tensor) -> Sequences | None:
     """Return a call's padding as sequences of their own; None: it has none.
 
-    In a graph, where nobody looks, several tokens with a mask always have.
+    A graph cannot look at the mask: there several tokens with a mask count as padded.
     """
     mask, (batch, length) = given.get("attention_mask"), inputs.shape[:2]
     if isinstance(mask, dict):  # as generate makes them for caches of one size

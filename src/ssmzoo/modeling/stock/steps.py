@@ -14,7 +14,7 @@ from ssmzoo_kernels.token_step import Program, Value
 
 
 def rms_norm(added: float) -> Writer:
-    """Return what writes a normalisation by the root mean square whose weight is ``w + added``."""
+    """Return the writer of a norm by the root mean square whose weight is ``w + added``."""
 
     def write(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
         root = parts.root
@@ -244,7 +244,7 @@ def _delta_rule(
     beta: Value,
     decay: nn.Module | None = None,
 ) -> Value:
-    """Write the convolution and the delta rule; ``decay`` is what has A_log and the bias of dt."""
+    """Write the convolution and the delta rule; ``decay`` has A_log and the bias of dt."""
     both, inner = _delta_widths(states)
     mixed = _convolution(program, parts, mixed, states[0])
     q, k, v = mixed.split(both, both, inner)
