@@ -25,7 +25,7 @@ def pytest_addoption(parser):
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
 
 # of another setting of a family, what its other checks and the family's own say nearly as well
-SLOW_OF_VARIANTS = ("compile", "fullgraph", "onnx")
+SLOW_OF_VARIANTS = ("compile", "fullgraph", "jit_trace", "onnx")
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py

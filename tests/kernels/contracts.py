@@ -428,3 +428,5 @@ _NAMED = [x for x in [*vars().values()] if isinstance(x, type)]
 CONTRACTS = [
     x for x in _NAMED if issubclass(x, OpContract) and x not in (OpContract, LateEideticAttention)
 ]
+# inductor writes nothing for complex numbers
+DISTINCT = [contract for contract in CONTRACTS if not contract.complex]

@@ -1,11 +1,11 @@
-"""Every registered op's Triton kernels under torch's own checks and under inductor.
+"""Every registered op's Triton kernels under torch's own checks.
 
 Not collected by name: ``test_triton_interpreted.py`` runs this file in a process of its own, where
 ``TRITON_INTERPRET=1`` holds before anything imports triton.
 """
 
 import pytest
-from tests.kernels.every_op import DISTINCT, assert_compiled_gradients_are_the_references
+from tests.kernels.contracts import DISTINCT
 from tests.kernels.interpreter import repair
 
 # numpy warns where a GPU goes to infinity, as the formulas mean it to
@@ -55,9 +55,3 @@ CASES = [
 @pytest.mark.parametrize(("contract", "check", "case"), CASES)
 def test_the_contract(contract, check, case):
     getattr(contract(), check)(case)
-
-
-@pytest.mark.filterwarnings("ignore:.*complex operators:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit")  # of torch's own
-def test_gradients_compiled_by_inductor_are_the_references():
-    assert_compiled_gradients_are_the_references("triton")

@@ -80,7 +80,7 @@ def judge_newton(inputs, tolerance=1e-12, budget=1e-10, **options):
 @pytest.mark.parametrize("absent", [("drive",), ("w_gamma",)], ids=str)
 def test_tails_of_groups_and_of_chunks_are_as_exact_as_the_loop(monkeypatch, absent):
     monkeypatch.setattr(feedback_triton, "CHUNK", 64)
-    lengths = {1, 63, 64, 65}
+    lengths = {1, 65}
     for backward in (False, True):
         tokens = feedback_triton.tile(9, 2, 3, torch.float32, backward).tokens
         lengths |= {tokens - 1, tokens, tokens + 1}

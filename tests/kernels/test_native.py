@@ -69,9 +69,9 @@ def scan(**options):
 
 
 def test_a_library_is_built_once_and_found_again(fresh, monkeypatch):
-    scan(backend="cpu")
+    innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     built = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
-    assert {path.name.split("-")[0] for path in built} == {"probe", "longhorn_scan"}
+    assert {path.name.split("-")[0] for path in built} == {"probe", "innovation"}
     forget()
     run = native._run
 
@@ -80,7 +80,7 @@ def test_a_library_is_built_once_and_found_again(fresh, monkeypatch):
         return run(command, what, **variables)
 
     monkeypatch.setattr(native, "_run", only_the_version)
-    scan(backend="cpu")
+    innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == built
 
 
@@ -344,10 +344,11 @@ def test_a_kernel_that_cannot_be_built_runs_in_eager_and_the_others_in_c(
     instead, words = LIBRARIES[accident]
     cc_but(tmp_path, monkeypatch, "longhorn_scan.c", instead)
     slow_in_eager(caplog, words)
-    innovation(torch.randn(1, 5, 2), [0.5])
-    assert last_backend("innovation") == "cpu"
     if accident != "writes another":
         assert not list(fresh.glob("longhorn_scan-*"))
+    if accident == "dies":  # gcc takes a second for a library
+        innovation(torch.randn(1, 5, 2), [0.5])
+        assert last_backend("innovation") == "cpu"
 
 
 def test_a_compiled_model_takes_eager_where_a_kernel_cannot_be_built(fresh, monkeypatch, tmp_path):

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoraConfig, get_peft_model
 from tests.zoo import OURS, replica
 from torch.nn.utils import parametrize, prune
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
@@ -659,28 +658,6 @@ def test_a_mixer_may_be_wrapped(name, ids):
     torch.testing.assert_close(model(ids).logits, known[1])
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_reaches_ssm_parameters(ids):
-    model = tiny_model("s5")
-    with torch.no_grad():
-        before = model(ids).logits
-        by_lora = LoraConfig(r=2, target_modules=[], target_parameters=["mixer.B", "mixer.C"])
-        tuned = get_peft_model(model, by_lora)
-        torch.testing.assert_close(tuned(input_ids=ids).logits, before)
-        for name, parameter in tuned.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.1)
-        quiet = tuned(input_ids=ids).logits
-        assert (quiet - before).abs().max() > 1e-3
-        cache = tuned(input_ids=ids[:, :4], use_cache=True).cache
-        steps = [tuned(input_ids=i, cache=cache).logits for i in ids[:, 4:].split(1, dim=1)]
-        torch.testing.assert_close(torch.cat(steps, dim=1), quiet[:, 4:])
-    output = tuned(input_ids=ids, labels=ids)
-    torch.testing.assert_close(output.logits, quiet)
-    output.loss.backward()
-    assert all(p.grad.any() for n, p in tuned.named_parameters() if "lora_A" in n)
-
-
 @pytest.mark.parametrize("name", ["s5", "spacetime", "dss"])
 @torch.no_grad()
 def test_steps_follow_a_pruned_parameter(name, ids):
@@ -1011,23 +988,6 @@ def test_packed_batches_compile_to_one_graph_by_boundaries_even_with_a_mask(mode
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         got = compiled(row, cu_seqlens=ends, attention_mask=torch.ones_like(row)).logits
     torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(families()))
-def test_compile_to_one_graph_under_a_default_device(name, ids):
-    """With one, dynamo reads the Python methods of Tensor, and stops at some of them."""
-    family = load_family(name)
-    fewer = {} if name == "bmojo" else {"num_hidden_layers": 1}  # its layers differ
-    model = family.causal_lm_class(family.config(**{**family.tiny, **fewer})).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
-    try:
-        with torch.device("cpu"), torch.no_grad():
-            got = compiled(ids, use_cache=False).logits
-            torch.testing.assert_close(got, model(ids, use_cache=False).logits)
-    finally:
-        torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

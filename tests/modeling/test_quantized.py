@@ -22,9 +22,9 @@ for name in families():
     report = check(name, only=["quantized"])
     assert report.results[0].status == "passed", report.table()
 for name, row in {**NARROW, **MISTAKES}.items():
-    report = row.report(["quantized"])
-    expected = "failed" if "quantized" in (row.fails or {name}) else "passed"
-    assert report.results[0].status == expected, f"{name}: {report.table()}"
+    if "quantized" in (row.fails or {name}):
+        report = row.report(["quantized"])
+        assert report.results[0].status == "failed", f"{name}: {report.table()}"
 
 import copy
 

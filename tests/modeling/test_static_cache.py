@@ -232,8 +232,7 @@ def generate(model, ids, mask=None, **options):
     ],
     ids=["greedy", "sampling", "beams", "chunks", "lookup"],
 )
-def test_generate_gives_the_same_by_either_cache(every_model, ids, options):
-    model = every_model
+def test_generate_gives_the_same_by_either_cache(model, ids, options):
     ids, mask = ragged(ids)
     if "prompt_lookup_num_tokens" in options:
         ids, mask = ids[:1].repeat(1, 2), None

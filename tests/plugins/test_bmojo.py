@@ -892,14 +892,3 @@ def test_recall_from_behind_the_window_takes_eidetic_memory(tmp_path):
     # four values stand in a row: who finds them but cannot tell them apart is right in one of four
     for name in names[:-1]:
         assert accuracy[name] < 0.5, name
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_one_graph_takes_sizes_that_vary():
-    torch._dynamo.reset()
-    model = tiny()
-    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
-    for length in (9, 13):
-        ids = tokens(2, length)
-        assert error(compiled(ids, use_cache=False).logits, model(ids).logits) < 1e-12

@@ -93,7 +93,8 @@ def test_the_papers_module_keeps_all_promises_that_its_head_allows():
     # takes of them in float32; it has no linear layer, and is always tied; ONNX has no cdist
     linear = {"lora", "lora_all_linear", "lora_parameters", "quantized"}
     impossible = {"resized_embeddings", "outputs", "save_and_load", "onnx", *linear}
-    slow = {"compile", "trainer"}  # which see nothing here that they do not in the block above
+    # which see nothing here that they do not in the block above, and in its head below
+    slow = {"compile", "fullgraph", "jit_trace", "trainer"}
     names = [name_of(function) for function in CHECKS]
     conforms({**CORE, **ROAMING}, [name for name in names if name not in impossible | slow])
 

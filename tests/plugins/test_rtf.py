@@ -234,7 +234,7 @@ def test_a_channel_reads_the_denominator_of_its_group(denominators):
 
 
 @pytest.mark.parametrize("fields", ALL, ids=NAMES)
-@pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 40])
+@pytest.mark.parametrize("length", [1, 6, 7, 40])
 def test_decoding_token_by_token_equals_one_pass(fields, length):
     input_ids = tokens(2, length)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):

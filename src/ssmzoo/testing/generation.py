@@ -333,7 +333,7 @@ def _another(subject: Subject) -> SSMForCausalLM:
 def check_fullgraph(subject: Subject) -> Measured:
     """torch.compile takes a prompt and 100 steps in two graphs, whose state stays where it is."""
     measured = Measured()
-    model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8 + STEPS)
+    model, ids = copy.deepcopy(subject.shallow()), subject.ids(2, 8 + STEPS)
     parts = ids.split([8, *[1] * STEPS], dim=1)
     plain, layouts, logits = StateCache(model.config), [], []
     with torch.no_grad(), use_backend("eager"):  # layer by layer, as the graph

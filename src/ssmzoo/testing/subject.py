@@ -151,6 +151,20 @@ class Subject:
             self._models[dtype] = self.fresh(dtype)
         return self._models[dtype]
 
+    def shallow(self, dtype: torch.dtype = torch.float64) -> SSMForCausalLM:
+        """Return a model of one layer to trace, or :meth:`model` where its layers are not alike.
+
+        A graph of alike layers repeats that of one, and tracing takes as long as it is.
+        """
+        whole = self.model(dtype)
+        first, *others = map(_form, whole.model.layers)
+        if not others or any(form != first for form in others):
+            return whole
+        try:
+            return self.fresh(dtype, num_hidden_layers=1)
+        except ValueError:  # a field has an entry for every layer
+            return whole
+
     def fresh(self, dtype: torch.dtype = torch.float32, **changes: Any) -> SSMForCausalLM:
         """Return a language model of one's own; equal configurations have equal weights.
 
@@ -186,6 +200,19 @@ class Subject:
     @functools.cached_property
     def _vocab_size(self) -> int:
         return self.config().vocab_size
+
+
+def _form(layer: nn.Module) -> list[Any]:
+    """Return what two layers that run the same code have in common: modules, shapes and flags."""
+    return [
+        (
+            type(module),
+            [(n, x.shape, x.dtype) for n, x in module.named_parameters(recurse=False)],
+            [(n, x.shape, x.dtype) for n, x in module.named_buffers(recurse=False)],
+            {name: x for name, x in vars(module).items() if isinstance(x, bool | str)},
+        )
+        for module in layer.modules()
+    ]
 
 
 def probe(logits: Tensor) -> Tensor:

@@ -81,9 +81,11 @@ def check_lora_parameters(subject: Subject) -> Measured:
     head = cast(nn.Module, model.get_output_embeddings()).weight  # may be the embedding's, tied
     matrices = [n for n, p in model.named_parameters() if p.dim() in (2, 3) and p is not head]
     # PEFT takes names by their ends, here those of all layers
-    for target in dict.fromkeys(re.sub(r".*\.layers\.\d+\.", "", name) for name in matrices):
+    for target, name in {re.sub(r".*\.layers\.\d+\.", "", name): name for name in matrices}.items():
         others = [x for x in subject.family.lora_targets if not target.endswith(f"{x}.weight")]
-        for modules in ([], others) if others else ([],):
+        # one of a linear layer's weight is to the other layers what check_lora's of a layer is
+        linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
+        for modules in ([], others) if others and not linear else ([],):
             _adapted_parameter(subject, measured, target, modules)
     return measured
 
@@ -149,21 +151,25 @@ def check_trainer(subject: Subject) -> Measured:
 def check_compile(subject: Subject) -> Measured:
     """torch.compile takes the model without a graph break and changes nothing, backward too."""
     measured = Measured()
-    model, ids = copy.deepcopy(subject.model()), subject.ids(2, 8)
+    deep, shallow = copy.deepcopy(subject.model()), copy.deepcopy(subject.shallow())
+    ids = subject.ids(2, 8)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     row, ends = ids.reshape(1, -1), torch.tensor([0, 5, 6, 16])
-    batches: dict[str, dict[str, Tensor]] = {
-        "whole": {"input_ids": ids},
-        "padded": {"input_ids": ids, "attention_mask": mask},
-        "packed": {"input_ids": row, "cu_seqlens": ends},
+    batches: dict[str, tuple[SSMForCausalLM, dict[str, Tensor]]] = {
+        "whole": (shallow, {"input_ids": ids}),
+        "padded": (shallow, {"input_ids": ids, "attention_mask": mask}),
+        "packed": (deep, {"input_ids": row, "cu_seqlens": ends}),  # layers share its tables
     }
-    for name, batch in batches.items():
+    for name, (model, batch) in batches.items():
         torch._dynamo.reset()
+        # with a default device dynamo reads Tensor's methods in Python, and stops at some
+        device = torch.device("cpu") if name == "whole" else contextlib.nullcontext()
         try:
             # inductor changes how kernels are fused, not what is traced; this shows the latter
             compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
-            got = compiled(**batch, use_cache=False).logits
+            with device:
+                got = compiled(**batch, use_cache=False).logits
         finally:
             torch._dynamo.reset()
         expected = model(**batch, use_cache=False).logits
@@ -302,7 +308,10 @@ def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measu
 
 
 def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str | None) -> Any:
-    """Return the Trainer after four steps of two documents each, all evaluated after every two."""
+    """Return the Trainer after four steps of two documents each.
+
+    A run that is not resumed saves and evaluates after every two.
+    """
     from transformers import (
         DataCollatorWithFlattening,
         PrinterCallback,
@@ -315,11 +324,11 @@ def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str |
         folder,
         per_device_train_batch_size=2,
         per_device_eval_batch_size=len(rows),
-        eval_strategy="steps",
+        eval_strategy="no" if resume else "steps",
         eval_steps=2,
         max_steps=4,
         save_steps=2,
-        save_strategy="steps",
+        save_strategy="no" if resume else "steps",
         logging_strategy="no",
         dataloader_pin_memory=False,
         disable_tqdm=True,
