@@ -6,9 +6,9 @@ the form: with ``lambda = (1 + dt Lambda / 2) / (1 - dt Lambda / 2)`` a token is
 
     w = Re(probe . x),   x <- lambda x + drive u - feedback w,   y = Re(readout . x)
 
-so P P* is a loop around a diagonal system, and Woodbury's identity says the transfer
-functions with the loop. Here they are power series in z, whose first L coefficients need no later ones:
-a kernel is the same for every length, without the paper's ``C (I - Abar^L)``. The quotient is well
+so P P* is a loop around a diagonal system, and Woodbury's identity gives the transfer functions
+with the loop. Here they are power series in z, whose first L coefficients need no later ones: a
+kernel is the same for every length, without the paper's ``C (I - Abar^L)``. The quotient is well
 conditioned whatever is learned: the loop is passive, ``|1 + z E_pf|`` in the unit disc is at least
 the reciprocal of ``gain`` below.
 """

@@ -1,8 +1,8 @@
 """Ignored labels, and the losses of the heads.
 
 An ignored label is -100, or nan where labels are values. Padding gets that label, and so does a
-token that nothing predicts; the losses know no other mask. For what trains, counts and measures there is
-:func:`ssmzoo.tasks.common.counted`.
+token that nothing predicts; the losses know no other mask. :func:`ssmzoo.tasks.common.counted` says
+for training and metrics which labels count.
 """
 
 from __future__ import annotations
