@@ -1,0 +1,68 @@
+"""A training step with and without logits: seconds and the peak of memory, by turns.
+
+Each step runs in a process of its own, whose first step, on 64 tokens, is not counted.
+
+    python eval/speed/loss.py eval/speed/loss.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PRESET, WORDS, ROWS, LENGTH = "longhorn-125m", 50_304, 4, 2048
+
+
+def step(skip: bool) -> dict[str, float]:
+    """Return the seconds of a step, and the bytes by which the process grew."""
+    import torch
+
+    from ssmzoo import load_family
+
+    family = load_family(PRESET.partition("-")[0])
+    torch.manual_seed(0)
+    model = family.causal_lm_class(family.config(PRESET, vocab_size=WORDS)).train()
+    for rows, length in ((1, 64), (ROWS, LENGTH)):
+        ids = torch.randint(WORDS, (rows, length))
+        before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        loss = model(ids, labels=ids, skip_logits=skip, use_cache=False).loss
+        loss.backward()
+        seconds = time.perf_counter() - begin
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        model.zero_grad(set_to_none=False)
+    return {"seconds": seconds, "grown_mib": grown / 2**10, "loss": loss.item()}
+
+
+def main() -> int:
+    """Measure, and write a CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--step", choices=("with", "without"), help="one step, in this process")
+    options = parser.parse_args()
+    if options.step is not None:
+        print(json.dumps(step(options.step == "without")))
+        return 0
+    rows = []
+    for run in range(options.runs):
+        for kind in ("with", "without"):
+            call = [sys.executable, __file__, str(options.output), "--step", kind]
+            found = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
+            rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
+            rows[-1] |= {"run": run, **found}
+            print(rows[-1], flush=True)
+    with options.output.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
