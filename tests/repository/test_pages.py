@@ -67,6 +67,7 @@ LISTED = {
     r"ssmzoo convert ": "the reader's own weights; test_convert.py",
     r"ssmzoo export ": "needs onnx; test_onnx.py",
     r"ssmzoo train coffee-induction": "minutes of training",
+    r"ssmzoo train .*log\.trackers": "needs a tracker's package; test_trackers.py",
 }
 # Python blocks, by a line in them
 LISTED_BLOCKS = {

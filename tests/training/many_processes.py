@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType
 from tests.modeling.stock.test_stock import all_in_float64
 from tests.training.runs import killed, signalled_at
+from tests.training.test_trackers import Recording
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,8 +109,10 @@ def trained_alike(folder, rank):
     recipe = folder / "recipe.yaml"
     train(recipe, output_dir=folder / "two-single")
     with in_float64():
-        with recorded(folder / f"two-{rank}.json"):
-            train(recipe, output_dir=folder / "two")
+        with recorded(folder / f"two-{rank}.json"), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(LOGGER_TYPE_TO_CLASS, "recording", Recording)
+            train(recipe, output_dir=folder / "two", overrides=["log.trackers=[recording]"])
+        (folder / f"trackers-{rank}.txt").write_text(str(len(Recording.made)))
         killed(recipe, folder / "two-then-two", step=7)
         train(recipe, output_dir=folder / "two-then-two", resume=True)
         killed(recipe, folder / "two-then-one", step=7)
@@ -302,10 +306,10 @@ def sharding(folder):
     """
     prepare = ssmzoo.training.run.make_accelerator
 
-    def make_accelerator(recipe):
+    def make_accelerator(*given):
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        return prepare(recipe)
+        return prepare(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in json.loads((folder / "fsdp2.json").read_text()).items():

@@ -357,6 +357,10 @@ def test_as_many_processes_resume_bit_for_bit(together):
     assert_same(together / "two", together / "two-then-two")
 
 
+def test_only_the_first_process_tracks(together):
+    assert [(together / f"trackers-{rank}.txt").read_text() for rank in (0, 1)] == ["1", "0"]
+
+
 def test_ddp_knows_its_later_buckets_before_the_first_step(together):
     """In which more than two processes round; those that resume would round otherwise."""
     for rank in (0, 1):

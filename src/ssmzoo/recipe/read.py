@@ -177,6 +177,7 @@ def _one_line(kind: type[Section], name: str, error: ValidationError) -> LookupE
     if first["type"] == "value_error":
         return ValueError(f"{name}: {shortened(str(first.get('ctx', {}).get('error')))}")
     rule = first["msg"].replace("Input should be", "must be").replace("Input should", "must")
+    rule = rule.replace("String should", "must")
     came = shortened(repr(first["input"]))
     return ValueError(f"{name}: {where} {shortened(rule[0].lower() + rule[1:])}, got {came}")
 

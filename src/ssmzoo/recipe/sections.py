@@ -288,10 +288,16 @@ class LogSection(Section):
     Attributes:
         every: Steps.
         curves: Whether the picture is drawn.
+        trackers: Experiment trackers that get the lines, the recipe and the picture, by the names
+            that Accelerate has for them: ``tensorboard``, ``wandb``, ``trackio`` and others. Their
+            packages are installed apart, and their own variables say where they send it.
+        project: Their project, ``ssmzoo`` if absent.
     """
 
     every: Count = 10
     curves: bool = True
+    trackers: Names | None = None
+    project: Annotated[str, Field(pattern=r"^\w[\w .-]*$")] | None = None
 
 
 class AdapterSection(Section):

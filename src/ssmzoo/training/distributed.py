@@ -248,8 +248,8 @@ def require_launched() -> None:
         )
 
 
-def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return Accelerate's engine for the recipe's dtype and the processes there are.
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Return Accelerate's engine for a recipe's run in a folder, on the processes there are.
 
     Accelerate's own variables choose nothing that a recipe chooses, nor dynamo's backend.
 
@@ -271,6 +271,8 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         fsdp_plugin=sharding,
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dynamo_backend="no",
+        log_with=[*recipe.log.trackers] if recipe.log.trackers else None,
+        project_dir=folder / "trackers",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=STEP)],
     )
     world = launched_processes()

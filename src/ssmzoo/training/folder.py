@@ -35,7 +35,7 @@ from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
 # files that a run may leave that was killed before it began
-_DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)")
+_DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)|trackers")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {
@@ -59,6 +59,7 @@ class RunFolder:
         self.cache = path / ".cache"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.picture = path / "loss.png"
         self._drawn = time.perf_counter()
         self._changes: list[dict[str, Any]] = []
 
@@ -153,7 +154,7 @@ class RunFolder:
     def draw(self, title: str, loss: str, *, now: bool = False) -> None:
         """Draw the curves, if that was not done a moment ago, or ``now``."""
         if now or time.perf_counter() - self._drawn > _DRAW_SECONDS:
-            draw_curves(self.metrics, self.path / "loss.png", title=title, loss=loss)
+            draw_curves(self.metrics, self.picture, title=title, loss=loss)
             self._drawn = time.perf_counter()
 
     def final(self, best: int | None) -> Path:

@@ -1,4 +1,4 @@
-"""A run's log: ``metrics.jsonl``, and what is shown of it meanwhile."""
+"""A run's log: ``metrics.jsonl``, what is shown of it meanwhile, and what trackers get."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ssmzoo.training.distributed import Processes
 from ssmzoo.training.metrics import MetricsFile
 from ssmzoo.training.run_state import Progress
 from ssmzoo.training.schedule import Plan
+from ssmzoo.training.trackers import track
 
 logger = logging.getLogger("ssmzoo.metrics")
 
@@ -18,20 +20,23 @@ logger = logging.getLogger("ssmzoo.metrics")
 class RunLog:
     """The lines of a run: in ``metrics.jsonl``, on a progress bar, or in words without a terminal.
 
+    The trackers get them too.
+
     Closed on leaving the context.
 
     Args:
         path: ``metrics.jsonl``.
         progress: How far the run is when it begins or resumes.
         plan: The run in steps.
-        main: Whether this is the process that writes.
+        processes: The processes of the run, of which the first writes.
     """
 
-    def __init__(self, path: Path, progress: Progress, plan: Plan, *, main: bool) -> None:
+    def __init__(self, path: Path, progress: Progress, plan: Plan, processes: Processes) -> None:
         from tqdm import tqdm
 
         self._total, self._file = plan.total, None
-        if main:
+        self._accelerator = processes.accelerator
+        if processes.main:
             self._file = MetricsFile(
                 path,
                 after_step=progress.step,
@@ -43,7 +48,7 @@ class RunLog:
             initial=progress.step,
             desc="train",
             unit="step",
-            disable=None if main else True,
+            disable=None if processes.main else True,
         )
 
     def __enter__(self) -> RunLog:
@@ -68,6 +73,7 @@ class RunLog:
         if self._file is None:
             return
         self._file.write(**line)
+        track(self._accelerator, line)
         if self._bar.disable:  # as away from a terminal
             logger.info("%s", in_words(line, self._total))
         elif "loss" in line:

@@ -25,6 +25,7 @@ from ssmzoo.training.distributed import (
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.optimizer import make_optimizer, param_groups
 from ssmzoo.training.stopping import Stopped, StopRequest
+from ssmzoo.training.trackers import finish_trackers, require_trackers
 from ssmzoo.training.trainer import Run
 
 logger = logging.getLogger("ssmzoo")
@@ -43,7 +44,8 @@ def train(
     """Train the model of a recipe and return the run's folder.
 
     The folder holds ``recipe.yaml``, ``run.json``, ``data.json``, ``metrics.jsonl``, ``loss.png``,
-    ``checkpoints/`` and, at the end, ``model/``, which AutoModelForCausalLM and AutoTokenizer load.
+    ``checkpoints/``, ``trackers/`` if the recipe names some, and, at the end, ``model/``, which
+    AutoModelForCausalLM and AutoTokenizer load.
     A supervised task's model has the head for the task, which the Auto class for it loads; the
     score of the test split is in ``run.json`` and ``results.json``.
 
@@ -87,6 +89,7 @@ def train(
         import accelerate  # noqa: F401
     except ImportError as error:
         raise missing("training needs accelerate", "train", error) from error
+    require_trackers(chosen.log.trackers or ())
     with request.heard(), few_files(), separate_state():
         return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request)
 
@@ -98,7 +101,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
         raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
     # the processes may have joined for more than this run
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    accelerator = make_accelerator(recipe)
+    accelerator = make_accelerator(recipe, folder)
     alone = accelerator.num_processes == 1
     # the process that failed says why before the others notice that it is gone
     leave = alone
@@ -128,6 +131,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
     finally:
         if run is not None:
             run.data.close()
+        finish_trackers(accelerator)
         accelerator.free_memory()
         if leave and not joined:
             accelerator.end_training()

@@ -31,6 +31,7 @@ from ssmzoo.training.model import build_config
 from ssmzoo.training.schedule import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
 from ssmzoo.training.stopping import Stopped, StopRequest, told_by
+from ssmzoo.training.trackers import start_trackers, track_picture
 from ssmzoo.training.validation import (
     Metrics,
     evaluate_checkpoint,
@@ -105,6 +106,9 @@ class Run:
         self._new_tokens = 0  # of this process, since the last line
         # not before all is checked
         processes.on_main(
+            lambda: start_trackers(accelerator, recipe, folder.path, step=self.progress.step)
+        )
+        processes.on_main(
             lambda: folder.describe(recipe, manifest, _facts(self), step=self.progress.step)
         )
         processes.ready = True
@@ -141,7 +145,7 @@ class Run:
 
     def go(self) -> None:
         """Train to the last step, write the model, and test it."""
-        with RunLog(self.folder.metrics, self.progress, self.plan, main=self.processes.main) as log:
+        with RunLog(self.folder.metrics, self.progress, self.plan, self.processes) as log:
             self._log = log
             with self._background:
                 self._loop()
@@ -348,6 +352,7 @@ class Run:
         )
         if self.recipe.log.curves:
             self.folder.draw(self._title(), objective.loss_name, now=True)
+            track_picture(self.processes.accelerator, self.folder.picture, step=progress.step)
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.learner.bare.num_parameters():,} parameters"
