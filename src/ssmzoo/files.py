@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.environment.messages import shortened
+from ssmzoo.environment.messages import first_line, shortened
 
 # the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"
@@ -73,7 +73,7 @@ def reason_of(error: Exception) -> str:
     A library may report too many open files in an error of its own.
     """
     reason = error.strerror if isinstance(error, OSError) else None
-    reason = reason or (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = reason or first_line(error)
     return f"{reason}; {_MORE_FILES}" if _TOO_MANY in reason else reason
 
 

@@ -29,7 +29,8 @@ from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.distributed import _stays_on_the_cpu, _uses_bfloat16
 from ssmzoo.training.metrics import Meter, read_metrics
 from ssmzoo.training.objectives import CausalLM
-from ssmzoo.training.run import make_optimizer, param_groups, train
+from ssmzoo.training.optimizer import make_optimizer, param_groups
+from ssmzoo.training.run import train
 from ssmzoo.training.shards import share_of, weights_of
 
 TINY = {

@@ -24,9 +24,7 @@ _INPUTS = ("input_ids", "input_values", "pixel_values")
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, each written at once."""
 
-    def __init__(
-        self, path: Path, *, after_step: int, logged: bool = True, validated: bool = True
-    ) -> None:
+    def __init__(self, path: Path, *, after_step: int, logged: bool, validated: bool) -> None:
         """Open the file, without the lines after the step that the run resumes from.
 
         Args:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import ask_again, is_local, load_model, vocabulary_size
 from ssmzoo.checkpoints.weights import is_sharded
-from ssmzoo.environment.messages import first_line
-from ssmzoo.family import family_of, load_family, suggestion
+from ssmzoo.environment.messages import first_line, suggestion
+from ssmzoo.family import family_of, load_family
 from ssmzoo.recipe import ModelSection
 from ssmzoo.training.consolidate import load_shards
 

@@ -23,13 +23,10 @@ from ssmzoo.training.distributed import (
     separate_state,
 )
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.optimizer import make_optimizer, param_groups
 from ssmzoo.training.stopping import Stopped, StopRequest
 from ssmzoo.training.trainer import Run
 
 logger = logging.getLogger("ssmzoo")
-
-__all__ = ["make_optimizer", "param_groups", "train"]
 
 
 def train(

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ssmzoo.checkpoints.weights import SHARDS
 from ssmzoo.recipe import Recipe
@@ -41,7 +41,6 @@ class Progress:
         stopped: Whether the last validation was as good as ``train.stop_at`` asks.
         validation_due: Whether a validation is due after the last step and not done.
         validated: The step of the last validation.
-        rate: The learning rate of the last step.
         meter: Losses and time since the last line.
     """
 
@@ -51,7 +50,6 @@ class Progress:
     stopped: bool = False
     validation_due: bool = False
     validated: int = 0
-    rate: float | None = None
     meter: Meter = field(default_factory=Meter)
 
     def best_step(self, recipe: Recipe) -> int | None:
@@ -73,14 +71,12 @@ class Progress:
             "stopped": stop.model_dump() if stop is not None and self.stopped else None,
             "validation_due": self.validation_due,
             "validated": self.validated,
-            "rate": self.rate,
         }
 
     def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
         """Continue from what :meth:`state` returned; ``root`` holds the run's checkpoints."""
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         self.validation_due, self.validated = state["validation_due"], state["validated"]
-        self.rate = state["rate"]
         self.meter.restore(state)
         best, stop = self.best_step(recipe), recipe.train.stop_at
         # it is gone where newer checkpoints were removed by hand
@@ -90,18 +86,6 @@ class Progress:
         self.stopped = stop is not None and state["stopped"] == stop.model_dump()
 
 
-class Gathered(NamedTuple):
-    """The content of a checkpoint that is not written yet.
-
-    Attributes:
-        write_part: Writes this process's tensors, together with those of a group.
-        write_rest: Writes the other files; the first process calls it.
-    """
-
-    write_part: Callable[[Path, Any], None]
-    write_rest: Callable[[Path], None]
-
-
 def gather(
     learner: Learner,
     progress: Progress,
@@ -109,10 +93,14 @@ def gather(
     position: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     image_processor: Mapping[str, Any] | None,
-) -> Gathered:
+) -> tuple[Callable[[Path, Any], None], Callable[[Path], None]]:
     """Gather the content of a checkpoint; all processes must call this.
 
     Each copies the tensors that it writes into the CPU's memory, no others.
+
+    Returns:
+        A function that writes this process's tensors into a folder, together with a group's other
+        processes, and one that writes the other files, for the first process to call.
     """
     from accelerate.utils import gather_object
 
@@ -148,7 +136,7 @@ def gather(
             )
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
-    return Gathered(lambda folder, group: snapshot.write(folder / SHARDS, group), write_rest)
+    return lambda folder, group: snapshot.write(folder / SHARDS, group), write_rest
 
 
 def restore_run(
