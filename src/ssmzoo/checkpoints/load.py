@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ssmzoo.checkpoints.trust import refuse_requests, trusted
 from ssmzoo.checkpoints.weights import is_sharded
-from ssmzoo.environment.messages import first_line, without_bars, without_reports
-from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.environment.messages import first_line, suggestion, without_bars, without_reports
+from ssmzoo.family import claims, load_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.files import STDLIB, dump_yaml
 from ssmzoo.recipe.sections import (
     AdapterSection,
