@@ -369,7 +369,7 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
     assert message in text
     assert "step-00000012 cannot be used" in text
     assert "the newest whole checkpoint is" in text
-    assert "step-00000009; remove what is newer" in text
+    assert "step-00000009; remove the newer ones" in text
 
 
 def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):

@@ -42,7 +42,7 @@ from ssmzoo.training.folder import require_same_recipe
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
-from ssmzoo.training.stopping import SIGNALS, Stopped, StopRequest, told_by
+from ssmzoo.training.stopping import SIGNALS, Stopped, StopRequest, signal_of
 from ssmzoo.training.trainer import Run
 
 WORDS = ["ant bee cat dodo ", "elk fox gnu hen ", "ibis jay kiwi lark "]
@@ -127,7 +127,7 @@ def test_a_second_signal_stops_at_once(clock, interruptible, monkeypatch):
     request = StopRequest()
 
     def told_twice():
-        with request.heard():
+        with request.handled():
             signal.raise_signal(signal.SIGTERM)
             assert request.signal == signal.SIGTERM
             clock.now = 0.5
@@ -147,7 +147,7 @@ def test_under_a_launcher_a_second_signal_repeats_the_first(clock, interruptible
     request = StopRequest()
 
     def told_twice():
-        with request.heard():
+        with request.handled():
             signal.raise_signal(signal.SIGINT)
             clock.now = 10.0
             signal.raise_signal(signal.SIGINT)
@@ -164,13 +164,13 @@ def test_every_signal_is_a_request_unless_it_was_ignored_at_the_start(number, cl
     before = signal.signal(number, lambda *_: None)
     try:
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             signal.raise_signal(number)
             assert request.flags() == [int(other == number) for other in SIGNALS]
-            assert told_by(request.flags()) == number
+            assert signal_of(request.flags()) == number
         signal.signal(number, signal.SIG_IGN)  # as `nohup` does of SIGHUP
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             signal.raise_signal(number)
         assert request.signal is None
         assert signal.getsignal(number) is signal.SIG_IGN
@@ -183,10 +183,10 @@ def test_a_repeated_sigxcpu_is_one_request(clock, monkeypatch):
     before = signal.signal(signal.SIGXCPU, lambda *_: None)
     try:
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             for clock.now in (0.0, 10.0, 20.0):
                 signal.raise_signal(signal.SIGXCPU)
-            assert signal.getsignal(signal.SIGXCPU) == request._hear
+            assert signal.getsignal(signal.SIGXCPU) == request._handle
     finally:
         signal.signal(signal.SIGXCPU, before)
 
@@ -195,7 +195,7 @@ def test_only_the_main_thread_hears_signals():
     seen = []
 
     def elsewhere():
-        with StopRequest().heard():
+        with StopRequest().handled():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)

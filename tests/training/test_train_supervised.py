@@ -329,7 +329,7 @@ def test_the_best_checkpoint_is_kept_published_and_tested(tmp_path, monkeypatch)
     path = shard_of(run, step)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match=r"the run's best, is damaged: shards/shard"):
-        RunFolder(run).final(step)
+        RunFolder(run).final_checkpoint(step)
 
 
 def test_without_best_the_last_checkpoint_is_tested(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run learns: the model's arguments, the loss and its targets, and the metrics.
+"""The objectives of runs: the model's arguments, the loss and its targets, and the metrics.
 
 The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``evaluate`` and
 ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums over batches and
@@ -33,7 +33,7 @@ class Objective(ABC):
     """The base of all objectives.
 
     Attributes:
-        metric: The one of :meth:`metrics` that says which of two models is better.
+        metric: The one of :meth:`metrics` that ranks models.
         metric_names: Those that ``train.stop_at`` may name.
         test_metrics: Those that are the score of a test split, the most important first.
         loss_name: The loss in words, with its unit.
@@ -85,7 +85,7 @@ class Objective(ABC):
         return {}
 
     def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Begin the next step with what :meth:`carried` returned."""
+        """Begin the next step with the states that :meth:`carried` returned."""
         assert not tensors
 
     @abstractmethod
@@ -165,7 +165,7 @@ class CausalLM(Objective):
 
 
 class Labelled(Objective):
-    """Say the labels of a task's examples.
+    """Predict the labels of a task's examples.
 
     Args:
         model: The model, with the task's head.
@@ -244,7 +244,7 @@ class Labelled(Objective):
 
 
 class Classification(Labelled):
-    """Say the class of each sequence, or of each token."""
+    """Classify each sequence, or each token."""
 
     metric = "accuracy"
     test_metrics = ("accuracy",)
@@ -272,7 +272,7 @@ class Regression(Labelled):
 
 
 class Forecast(Regression):
-    """Foretell the values that follow each series; errors are means over steps and channels."""
+    """Forecast the values that follow each series; errors are means over steps and channels."""
 
     metric = "mse"
     metric_names = ("loss", "mse", "mae")
@@ -304,8 +304,8 @@ class Forecast(Regression):
 class LabelledLM(Labelled):
     """Predict the next token where the task asks for one.
 
-    Only those columns of a batch get logits, of a model that takes ``logits_to_keep``, and what
-    follows the last of them is not read.
+    If the model takes ``logits_to_keep``, only those columns of a batch get logits. Columns after
+    the last of them are not read.
     """
 
     metric = "accuracy"
@@ -429,8 +429,8 @@ def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
 def _require_positions(most: int | None, length: int) -> None:
     if most is not None and length > most:
         raise ValueError(
-            "model.config.max_position_embeddings must be at least the length of what the model "
-            f"reads, got {most} and {length} tokens"
+            "model.config.max_position_embeddings must be at least the length of the inputs, "
+            f"got {most} and {length} tokens"
         )
 
 

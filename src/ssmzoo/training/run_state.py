@@ -53,7 +53,7 @@ class Progress:
     meter: Meter = field(default_factory=Meter)
 
     def best_step(self, recipe: Recipe) -> int | None:
-        """Return the step whose checkpoint is kept for its validation."""
+        """Return the step whose checkpoint is kept as the best, None if none is."""
         return int(self.best["step"]) if self.best is not None and recipe.checkpoint.best else None
 
     def lacks_last_validation(self, total: int) -> bool:
@@ -74,7 +74,7 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
-        """Continue from what :meth:`state` returned; ``root`` holds the run's checkpoints."""
+        """Continue from a result of :meth:`state`; ``root`` holds the run's checkpoints."""
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         self.validation_due, self.validated = state["validation_due"], state["validated"]
         self.meter.restore(state)
@@ -146,7 +146,7 @@ def restore_run(
     recipe: Recipe,
     source: RowSource[Any],
 ) -> None:
-    """Continue from a checkpoint; of what is sharded, each process reads its own parts alone.
+    """Continue from a checkpoint; of sharded tensors, each process reads only its own parts.
 
     Raises:
         RuntimeError: Another number of processes, of a run that carries states.
