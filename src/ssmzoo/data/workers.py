@@ -37,7 +37,7 @@ serve_calls()
 
 
 class Workers:
-    """Call functions of an encoder and texts, ahead of their use if there are worker processes.
+    """Call functions of an encoder and texts, ahead of time if there are worker processes.
 
     Args:
         tokenizer: The tokenizer.

@@ -64,7 +64,7 @@ def read_sections(kind: type[Checked], fields: object, name: str) -> Checked:
 
 
 def fields_of(path: Path) -> Any:
-    """Return what a YAML file holds.
+    """Return the content of a YAML file.
 
     Raises:
         LookupError: No such file.
@@ -103,7 +103,7 @@ def set_field(fields: dict[str, Any], override: str) -> None:
     """Change one field, ``section.field=value``, the value in YAML.
 
     Raises:
-        ValueError: An override of another form, or into what is no section.
+        ValueError: An override of another form, or one inside a field that is no section.
     """
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
@@ -116,7 +116,7 @@ def set_field(fields: dict[str, Any], override: str) -> None:
         here = here[part]
         if not isinstance(here, dict):
             raise ValueError(f"the override {override!r} goes into {part!r}, which is no section")
-    # what is not UTF-8 can be no YAML, only a path
+    # text that is not UTF-8 is no YAML, only a path
     here[parts[-1]] = parse_yaml(value, override) if is_utf8(value) else value
 
 
