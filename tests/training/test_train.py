@@ -168,7 +168,7 @@ def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe):
     assert not (model / "model-00001-of-00002.safetensors").exists()
 
 
-def test_a_missing_matplotlib_is_told_before_anything_is_trained(recipe, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_reported_before_training(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match=r"log\.curves needs matplotlib .*ssmzoo\[train\]"):
         train(recipe(), output_dir=tmp_path / "run")

@@ -191,7 +191,7 @@ def test_a_repeated_sigxcpu_is_one_request(clock, monkeypatch):
         signal.signal(signal.SIGXCPU, before)
 
 
-def test_only_the_main_thread_hears_signals():
+def test_only_the_main_thread_handles_signals():
     seen = []
 
     def elsewhere():
@@ -481,7 +481,7 @@ def test_a_run_that_ends_early_logs_its_last_steps_once(early, recipe, tmp_path)
     assert finish_of(again)["seconds"] == finish_of(run)["seconds"]
 
 
-def test_a_run_told_to_stop_before_its_early_end_has_the_same_lines(
+def test_a_run_stopped_before_its_early_end_has_the_same_lines(
     early, recipe, tmp_path, interruptible, monkeypatch
 ):
     run, asked = early
@@ -500,7 +500,7 @@ def test_a_run_told_to_stop_before_its_early_end_has_the_same_lines(
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_a_run_shortened_to_what_it_has_done_is_validated_and_logged(
+def test_a_run_shortened_to_its_done_steps_is_validated_and_logged(
     held_out, recipe, tmp_path, monkeypatch
 ):
     asked = ["log.every=100", "train.schedule=constant"]
@@ -558,7 +558,7 @@ def fail(error):
     "ask",
     [lambda: bytearray(10**18), lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried"))],
 )
-def test_errors_of_memory_are_told_from_others(ask):
+def test_out_of_memory_errors_are_recognised(ask):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         ask()
     assert is_out_of_memory(caught.value)
