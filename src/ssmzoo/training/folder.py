@@ -194,10 +194,8 @@ class RunFolder:
             self.write_results(scores, model_type, parameters)
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
-        keys = ["loss", "validation_loss", "validation_accuracy"]
-        for name in ("validation_rmse", "validation_mse"):
-            if name in last:
-                keys[2] = name
+        own = (name for name in ("validation_mse", "validation_rmse") if name in last)
+        keys = ("loss", "validation_loss", next(own, "validation_accuracy"))
         facts = {"date": _now(), "parameters": parameters, **facts}
         described["finished"] = facts | {key: last.get(key) for key in keys}
         write_json(self.path / "run.json", described)

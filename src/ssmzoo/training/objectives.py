@@ -39,6 +39,7 @@ class Objective(ABC):
         loss_name: The loss in words, with its unit.
         options: Arguments of the model that are no tensors.
         independent: Whether a target is an example of its own.
+        sums: How many numbers :meth:`measure` returns.
     """
 
     metric = "loss"
@@ -46,6 +47,7 @@ class Objective(ABC):
     test_metrics: tuple[str, ...] = ("loss",)
     loss_name = "loss in nats per token"
     independent = False
+    sums = 3
 
     @property
     def higher(self) -> bool:
@@ -105,7 +107,7 @@ class Objective(ABC):
         """Return the sums of :meth:`measure` over nothing."""
         import torch
 
-        return torch.zeros(3, dtype=torch.float64, device=device)
+        return torch.zeros(self.sums, dtype=torch.float64, device=device)
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
         """Return a validation's metrics from its sums."""
@@ -278,12 +280,7 @@ class Forecast(Regression):
     metric_names = ("loss", "mse", "mae")
     test_metrics = ("mse", "mae")
     loss_name = "squared error of the forecast and along the series"
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of :meth:`measure` over nothing."""
-        import torch
-
-        return torch.zeros(4, dtype=torch.float64, device=device)
+    sums = 4
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: losses, number of targets, squared and absolute errors."""
@@ -311,6 +308,7 @@ class LabelledLM(Labelled):
     metric = "accuracy"
     metric_names = ("loss", "accuracy", "exact_match")
     test_metrics = ("exact_match", "accuracy", "loss")
+    sums = 6
 
     def __init__(self, model: nn.Module, task: Supervised) -> None:
         super().__init__(model, task)
@@ -343,12 +341,6 @@ class LabelledLM(Labelled):
         """Return the mean over a part's ``targets``."""
         logits = forward({name: x for name, x in piece.items() if name != "targets"}).logits
         return loss_sum(logits, piece["targets"]) / max(1, targets)  # 0 where nothing counts
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of :meth:`measure` over nothing."""
-        import torch
-
-        return torch.zeros(6, dtype=torch.float64, device=device)
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: of the losses, of hits, targets, and three of examples.
