@@ -180,7 +180,7 @@ def write_store(
     folder: Path,
     key: str,
     field: str,
-    workers: int = 0,
+    workers: int,
 ) -> None:
     """Tokenise named documents into a folder, which appears only when it is complete.
 

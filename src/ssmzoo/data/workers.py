@@ -47,7 +47,7 @@ class Workers:
         count: How many there are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, count: int = 0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
         self.count, self._tokenizer = count, tokenizer
         self._encode = encoder(tokenizer)
         self._processes: list[subprocess.Popen[bytes]] = []

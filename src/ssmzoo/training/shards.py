@@ -83,7 +83,7 @@ def read_all(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def share_of(
-    tensors: Tensors, rank: int, count: int, buffers: Container[str] = ()
+    tensors: Tensors, rank: int, count: int, buffers: Container[str]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a process's shard: its own ``DTensor`` parts, a share of the others.
 
