@@ -69,7 +69,8 @@ class Family:
         pair_classification_class: The classifier of pairs of documents, if there is one; it has no
             Auto class.
         image_classification_class: The classifier of images, if there is one.
-        forecasting_class: The model that forecasts a series, if there is one; it has no Auto class.
+        forecasting_class: The head that forecasts the values after a series, if there is one;
+            it has no Auto class.
         converter: Translates weights of the official code, if it can be done.
     """
 

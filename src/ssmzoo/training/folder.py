@@ -35,7 +35,7 @@ from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
 
 # files that a run may leave that was killed before it began
-_LEFTOVERS = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)")
+_DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)")
 _DRAW_SECONDS = 30  # at least, between two pictures of one run
 _PACKAGES = ("ssmzoo", "torch", "transformers", "accelerate", "datasets", "numpy")
 _MAY_CHANGE = {
@@ -69,7 +69,7 @@ class RunFolder:
             ValueError: The folder holds something else than a run that may be continued.
             RuntimeError: The newest checkpoint is damaged.
         """
-        if all(_LEFTOVERS.fullmatch(path.name) for path in self.path.iterdir()):
+        if all(_DONT_COUNT.fullmatch(path.name) for path in self.path.iterdir()):
             return None
         if not resume:
             raise ValueError(
