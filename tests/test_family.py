@@ -131,7 +131,7 @@ def test_listing_imports_neither_plugins_nor_torch(tmp_path, value):
         None,
     ],
 )
-def test_listing_leaves_out_what_a_plugin_computes(tmp_path, module):
+def test_listing_leaves_out_fields_that_a_plugin_computes(tmp_path, module):
     distribution(tmp_path, "toy-family", {"toy": "toy_package.inside:FAMILY"})
     (tmp_path / "toy_package").mkdir()
     (tmp_path / "toy_package" / "__init__.py").write_text("")
@@ -261,7 +261,7 @@ def test_an_unknown_family_gets_a_suggestion_and_the_list(tmp_path):
     ids=["not a Family", "another name", "no such attribute", "no model classes"],
 )
 @pytest.mark.long
-def test_a_plugin_that_holds_no_usable_family_says_what_is_wrong(tmp_path, module, message):
+def test_a_plugin_without_a_usable_family_names_the_error(tmp_path, module, message):
     distribution(tmp_path, "toy-family", {"toy": "toy_family:FAMILY"}, module)
     assert failure(tmp_path, "toy", "RuntimeError").startswith(message)
 
@@ -358,7 +358,7 @@ print(json.dumps([foreign_versions(config) for config in (*configs, GPT2Config()
 
 
 @pytest.mark.long
-def test_results_tell_the_version_and_commit_of_a_foreign_familys_package(tmp_path):
+def test_results_name_version_and_commit_of_a_foreign_familys_package(tmp_path):
     """That of its distribution, whose code makes the numbers, beside ssmzoo's own."""
     toy = Path(__file__).with_name("toy_family")
     shutil.copytree(toy / "ssmzoo_toy", tmp_path / "ssmzoo_toy")
@@ -393,7 +393,7 @@ def test_init_ranges_and_eps_must_be_finite_and_at_least_0(field, value):
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_a_dtype_that_is_none_of_weights_is_named(name):
+def test_a_dtype_that_is_not_floating_point_is_named(name):
     import torch
 
     from ssmzoo import load_family

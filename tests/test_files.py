@@ -40,7 +40,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("case", ENDLESS)
-def test_a_text_that_stands_for_far_more_is_one_short_error(case):
+def test_yaml_and_json_without_bounds_are_one_short_error(case):
     read, text, message = ENDLESS[case]
     with pytest.raises(ValueError, match=message) as caught:
         read(text, "recipe.yaml")

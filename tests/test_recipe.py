@@ -114,11 +114,11 @@ def test_an_unknown_section_is_named_with_a_suggestion(written):
         ("train__sequence_parallel", 3, "must divide train.seq_len = 32, got 3"),
     ],
 )
-def test_a_wrong_value_names_field_rule_and_what_came(written, field, value, expected):
+def test_a_wrong_value_names_field_rule_and_value(written, field, value, expected):
     assert expected in refusal(ValueError, written(**{field: value}))
 
 
-def test_rows_are_cut_in_one_way_only(written):
+def test_segments_and_sequence_parallel_exclude_each_other(written):
     cut = ["train.sequence_parallel=2", "train.segments.count=2"]
     assert "train.segments both cut a row; give one" in refusal(ValueError, written(), cut)
     examples = {"data": {"task": "digits"}, "train": {**SMALL["train"], "seq_len": None}}

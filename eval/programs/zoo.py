@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from stages import (
     guarded,
     is_trained,
@@ -29,9 +30,7 @@ from stages import (
 )
 
 from ssmzoo.files import STDLIB, read_json, write_json
-
-if TYPE_CHECKING:
-    from ssmzoo.recipe import Recipe
+from ssmzoo.recipe import Recipe, Section, fields_of, read_sections, set_field
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo.yaml"
 # folders of the zoo that no model may be named after
@@ -155,6 +154,39 @@ def run_zoo(
         say(f"\n{len(recipes)} models, {'nothing ' if place.dry_run else ''}published in {where}")
 
 
+class Zoo(Section):
+    """Recipes in one file, such as ``eval/zoo.yaml``: many models, trained alike.
+
+    Attributes:
+        shared: Sections that all recipes have, ``data`` and ``train`` say.
+        models: By name, a model's own sections; a field in them wins over the shared one.
+    """
+
+    shared: dict[str, dict[str, Any]] = {}
+    models: Annotated[dict[str, dict[str, dict[str, Any]]], Field(min_length=1)]
+
+
+def load_zoo(path: Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
+    """Return the recipes of a file by their models' names; see :class:`Zoo`.
+
+    Args:
+        path: The YAML file.
+        overrides: ``section.field=value``, the value in YAML; they win over the file.
+
+    Raises:
+        LookupError: No such file or field; the message suggests.
+        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
+    """
+    listed, recipes = read_sections(Zoo, fields_of(path), path.name), {}
+    for name, own in listed.models.items():
+        sections = {**listed.shared, **own}
+        fields = {part: {**listed.shared.get(part, {}), **own.get(part, {})} for part in sections}
+        for override in overrides:
+            set_field(fields, override)
+        recipes[name] = read_sections(Recipe, fields, f"{path.name}, {name}")
+    return recipes
+
+
 def chosen(listed: Path, only: Sequence[str] | None, overrides: Sequence[str]) -> dict[str, Recipe]:
     """Return the recipes of a list that are asked for, all of them checked.
 
@@ -164,8 +196,7 @@ def chosen(listed: Path, only: Sequence[str] | None, overrides: Sequence[str]) -
     """
     from ssmzoo.analysis.sweep import with_few_examples
     from ssmzoo.data.sources import data_source
-    from ssmzoo.family import suggestion
-    from ssmzoo.recipe import load_zoo
+    from ssmzoo.environment.messages import suggestion
     from ssmzoo.training.model import build_config
 
     recipes = load_zoo(listed, overrides)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ssmzoo import load_family
 from ssmzoo.modeling import sequence_parallel, sequence_piece
-from ssmzoo.training.run import make_optimizer
+from ssmzoo.training.optimizer import make_optimizer
 from ssmzoo.training.shards import optimizer_tensors, weights_of
 
 FIELDS = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000}

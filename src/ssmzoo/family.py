@@ -1,4 +1,4 @@
-"""What a family is, and how families are found.
+"""Families of models: their declaration, how they are found, loaded and registered.
 
 Built-in and foreign families take the same road, the entry-point group ``ssmzoo.families``: listing
 them imports nothing, loading one imports that one.
@@ -35,7 +35,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Converter:
-    """How weights of another code become a family's, and back: what ``ssmzoo convert`` calls.
+    """Translation of another code's weights into a family's, and back, for ``ssmzoo convert``.
 
     Attributes:
         model_class: The model that the weights are of.
@@ -52,7 +52,7 @@ class Converter:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: what a plugin's ``FAMILY`` must be.
+    """One model family, the type of a plugin's ``FAMILY``.
 
     Attributes:
         name: The name users type, e.g. ``"longhorn"``; the entry point has the same.
@@ -173,7 +173,7 @@ class Family:
         for name, kind in self.auto_classes.items():
             if name != "AutoConfig":
                 getattr(transformers, name).register(self.config_class, kind, exist_ok=True)
-        # `transformers serve` and TRL look there for what config.json has under architectures
+        # `transformers serve` and TRL look there for the architectures of config.json
         for kind in self.classes:
             there = getattr(transformers, kind.__name__, kind)
             if there.__module__ == kind.__module__:
@@ -255,7 +255,7 @@ def family_of(config: PreTrainedConfig | Mapping[str, Any]) -> Family | None:
     Of ours, only the one it names is imported; families of other packages may have any type.
 
     Args:
-        config: The model's configuration, or what its ``config.json`` holds.
+        config: The model's configuration, or the content of its ``config.json``.
 
     Raises:
         ValueError: It is of a family of ours by its name, and that is not installed.
@@ -320,7 +320,7 @@ def foreign_versions(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def malformed(point: EntryPoint) -> str | None:
-    """Return what is wrong with an entry point's text; None if it names a module."""
+    """Return the error in an entry point's text; None if it names a module."""
     if point.pattern.match(point.value) is not None:
         return None
     return (
@@ -330,7 +330,7 @@ def malformed(point: EntryPoint) -> str | None:
 
 
 def unmet_need(point: EntryPoint) -> str | None:
-    """Return which version of ssmzoo a plugin asks for, where this is another one; else None."""
+    """Return the need of a plugin for another version of ssmzoo, in words; None if it has none."""
     import ssmzoo
 
     if point.dist is None or point.dist.name == "ssmzoo":

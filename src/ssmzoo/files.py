@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.environment.messages import shortened
+from ssmzoo.environment.messages import first_line, shortened
 
 # the name, in commands and recipes, of the sources of Python's standard library
 STDLIB = "python-stdlib"
@@ -72,8 +72,7 @@ def reason_of(error: Exception) -> str:
 
     A library may report too many open files in an error of its own.
     """
-    reason = error.strerror if isinstance(error, OSError) else None
-    reason = reason or (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = getattr(error, "strerror", None) or first_line(error)
     return f"{reason}; {_MORE_FILES}" if _TOO_MANY in reason else reason
 
 
@@ -119,7 +118,7 @@ def appears_whole(target: Path) -> Iterator[Path]:
     """Give a path to write to, whose file becomes ``target`` if the block succeeds.
 
     It is flushed to the disk before; if the block fails, the earlier file stays as it was. A link
-    is replaced: what it names may be shared, as files of the Hub's cache are.
+    is replaced, as its target may be shared: files of the Hub's cache are.
 
     Raises:
         CannotWriteError: The machine refused.
@@ -140,7 +139,7 @@ def appears_whole(target: Path) -> Iterator[Path]:
             unfinished.unlink()
 
 
-def require_name(target: Path, argument: str = "what is written") -> None:
+def require_name(target: Path, argument: str = "the output") -> None:
     """Check that a path ends in a name, and not in ``..``, nor is ``.`` or empty.
 
     Raises:
@@ -228,18 +227,16 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
-        what = shortened(" ".join(str(error).split()))
+        reason = shortened(" ".join(str(error).split()))
     except RecursionError:
-        what = "its values lie too deep inside each other"
-    raise ValueError(f"{name}: not valid YAML: {what}")
+        reason = "its values lie too deep inside each other"
+    raise ValueError(f"{name}: not valid YAML: {reason}")
 
 
 def refuse_blank(path: str, rule: str) -> None:
     """Refuse a blank path, which would mean the current folder.
 
-    Args:
-        path: What was given.
-        rule: What it must be, with the argument's name, for the error.
+    ``rule`` begins the error: the argument's name and the rule for it.
     """
     if not path.strip():
         raise ValueError(f"{rule}, got {path!r}")
@@ -285,7 +282,7 @@ def _yaml_loader() -> Any:
 def _written_out(node: Any, sizes: dict[int, float]) -> float:
     """Return how many nodes and characters a YAML node has if its aliases are written out."""
     if id(node) not in sizes:
-        sizes[id(node)] = math.inf  # of an alias inside what it names
+        sizes[id(node)] = math.inf  # of an alias inside its own anchor
         value = node.value
         if isinstance(value, str):
             size: float = len(value)

@@ -214,7 +214,7 @@ def test_the_ends_of_copies_and_of_a_few_long_documents_are_held_out():
     assert not uneven.holds_out_ends(0.5)  # of as many documents as there are
 
 
-def test_what_a_run_held_out_stays_held_out(tmp_path, texts):
+def test_documents_stay_held_out_on_resume(tmp_path, texts):
     source = data_source(make_recipe(text=[str(texts)], validation=0.02))
     manifest = source.prepare(tmp_path / "cache")
     assert (manifest["ends"], len(manifest["held_out"])) == (False, 1)

@@ -51,7 +51,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "ends", "streaming"), CASES)
-def test_every_way_in_gives_the_same_texts(kind, ends, streaming, tmp_path, monkeypatch):
+def test_every_source_gives_the_same_texts(kind, ends, streaming, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(documents, "SHARD_BYTES", 7)
     fields = written(tmp_path / "data", kind, ends)
@@ -141,6 +141,6 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "gz", "parquet"])
-def test_what_is_scored_is_what_is_trained_on(kind, tmp_path):
+def test_scoring_reads_the_same_documents_as_training(kind, tmp_path):
     written(tmp_path / "data", kind, "\n")
     assert read_documents(tmp_path / "data") == TEXTS

@@ -151,9 +151,7 @@ def test_workers_change_no_row_of_a_stream_and_no_position(tmp_path):
 
 
 @pytest.mark.long
-def test_a_worker_hears_no_signal_raises_errors_and_is_named_when_it_was_killed(
-    tmp_path, monkeypatch
-):
+def test_a_worker_ignores_signals_raises_errors_and_is_named_when_killed(tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)  # whose modules no worker imports
     with closing(Workers(byte_tokenizer(), 1)) as workers:

@@ -281,7 +281,7 @@ def test_other_models_and_folders_of_others_are_refused(tmp_path):
     assert mine.read_text() == "mine"
 
 
-def test_an_earlier_distillation_is_replaced_and_nothing_that_was_put_beside_it(tmp_path):
+def test_an_earlier_distillation_is_replaced_unless_other_files_lie_beside_it(tmp_path):
     hyena().save_pretrained(tmp_path / "hyena")
     byte_tokenizer().save_pretrained(tmp_path / "hyena")
     target = tmp_path / "rtf"
@@ -301,7 +301,7 @@ def test_an_earlier_distillation_is_replaced_and_nothing_that_was_put_beside_it(
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # peft
-def test_what_was_put_on_a_model_is_not_lost_in_silence(tmp_path):
+def test_a_model_with_adapters_is_refused(tmp_path):
     peft = pytest.importorskip("peft")
     hyena().save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)

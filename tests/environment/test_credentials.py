@@ -203,7 +203,7 @@ def test_the_scan_reads_a_large_tokenizer_once_and_does_not_stall():
         ("s5:s5-lra", "s5:s5-lra"),
     ],
 )
-def test_a_command_that_is_told_names_no_folder_of_this_machine(word, portable_word):
+def test_a_recorded_command_names_no_folder_of_this_machine(word, portable_word):
     assert portable_command([word]) == shlex.join([portable_word])
 
 

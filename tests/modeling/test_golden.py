@@ -22,7 +22,7 @@ import ssmzoo
 from ssmzoo import families, load_family
 from ssmzoo.files import write_text
 from ssmzoo.testing.golden import EPS, check_golden, write_golden
-from ssmzoo.training.run import make_optimizer
+from ssmzoo.training.optimizer import make_optimizer
 
 FOLDER = Path(__file__).parents[1] / "golden"
 STEPS, ROWS, LENGTH = 20, 4, 48

@@ -24,7 +24,6 @@ from ssmzoo.checkpoints.loader import LOADER
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.evaluation.results import read_results
-from ssmzoo.recipe import load_zoo
 from ssmzoo.tasks import load_task
 from ssmzoo.testing.golden import check_golden, write_golden
 from ssmzoo.training.model import build_config, build_model
@@ -43,7 +42,7 @@ ALWAYS |= {LOADER, "model.safetensors", "tokenizer.json", "tokenizer_config.json
 
 
 def test_the_zoo_has_every_family_and_the_chief_baselines_at_about_one_size():
-    recipes = load_zoo(ROOT / "eval" / "zoo.yaml")
+    recipes = zoo.load_zoo(ROOT / "eval" / "zoo.yaml")
     kinds = {recipe.model.family or recipe.model.config_of for recipe in recipes.values()}
     assert kinds == {*families(), "mamba", "mamba2", "llama"}
     assert len(recipes) >= 12
@@ -59,7 +58,7 @@ def test_the_zoo_has_every_family_and_the_chief_baselines_at_about_one_size():
 
 
 def test_the_small_list_names_the_models_of_the_repository():
-    recipes = load_zoo(ROOT / "eval" / "small.yaml")
+    recipes = zoo.load_zoo(ROOT / "eval" / "small.yaml")
     assert sorted(recipes) == SHIPPED
     assert {recipe.model.family for recipe in recipes.values()} == set(families())
     for name, recipe in recipes.items():
@@ -134,7 +133,7 @@ def claimed(name):
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if not name.endswith("-text")])
 def test_a_small_model_scores_what_its_card_says(name):
-    recipe = load_zoo(ROOT / "eval" / "small.yaml")[name]
+    recipe = zoo.load_zoo(ROOT / "eval" / "small.yaml")[name]
     task = load_task(str(recipe.data.task), "test", recipe.train.seed, **recipe.data.task_args)
     batch = task.batch(range(200))
     model = AutoModelForCausalLM.from_pretrained(SHELF / name)
@@ -173,7 +172,7 @@ def test_the_card_of_a_small_model_has_the_command_that_makes_it(name, monkeypat
     for command in commands:
         assert zoo.zoo(shlex.split(command)[2:]) == 0
         listed, options = made.pop()
-        assert name in (options["only"] or load_zoo(listed))
+        assert name in (options["only"] or zoo.load_zoo(listed))
 
 
 # making one

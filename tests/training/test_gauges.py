@@ -8,7 +8,7 @@ import yaml
 from tests.training.runs import assert_same_tensors, lines, quick_runs, weights  # noqa: F401
 
 from ssmzoo.family import load_family
-from ssmzoo.training.metrics import TOKENS, few_tokens, read_gauges
+from ssmzoo.training.metrics import GAUGED_TOKENS, few_tokens, read_gauges
 from ssmzoo.training.run import train
 
 NAMES = {"largest_jacobian", "shut_gates", "growing_lanes"}
@@ -25,8 +25,8 @@ def ids(*shape):
 
 
 def test_gauges_read_the_first_tokens_of_a_batchs_longest_sequence():
-    batch = ids(3, 2 * TOKENS)
-    assert torch.equal(few_tokens({"input_ids": batch})["input_ids"], batch[:1, :TOKENS])
+    batch = ids(3, 2 * GAUGED_TOKENS)
+    assert torch.equal(few_tokens({"input_ids": batch})["input_ids"], batch[:1, :GAUGED_TOKENS])
     mask = torch.zeros(3, 10, dtype=torch.int64)
     mask[0, :2], mask[1, 3:9], mask[2, 5:] = 1, 1, 1
     padded = {"input_ids": ids(3, 10), "attention_mask": mask, "labels": ids(3, 10)}

@@ -481,7 +481,7 @@ def test_two_processes_train_on_every_document_of_a_stream_once_an_epoch(togethe
 
 
 @pytest.mark.parametrize(("world", "files"), [(2, 2), (3, 1), (3, 2), (3, 3)])
-def test_shares_of_a_stream_are_all_of_it_once(world, files, tmp_path, monkeypatch):
+def test_processes_read_each_row_of_a_stream_once(world, files, tmp_path, monkeypatch):
     """Each share is resumed, from JSON, before every step."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     paths = [str(path) for path in write_stream(tmp_path, files)]
@@ -577,7 +577,7 @@ def test_a_run_sharded_by_fsdp2_equals_a_run_of_one_process(together):
     assert all(line["grad_norm"] > 0.5 for line in lines(together / "sharded") if "loss" in line)
 
 
-def test_a_run_goes_on_with_another_split(together):
+def test_a_run_resumes_sharded_or_unsharded(together):
     """From copies to shards, and from shards to one process."""
     with in_float64():
         train(together / "recipe.yaml", output_dir=together / "sharded-then-one", resume=True)

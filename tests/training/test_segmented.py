@@ -65,7 +65,7 @@ def relative(one, two):
     return float((one - two).norm() / two.norm().clamp(min=1e-30))
 
 
-def test_columns_that_no_count_divides_are_read_by_the_last_segment():
+def test_the_last_segment_reads_the_remaining_columns():
     """Rows of induction heads have their answers after ``train.seq_len`` tokens."""
     model, part = tiny("longhorn"), some_rows(50)
     whole_loss, _ = run(model, CausalLM(model, packs=True), part)
@@ -231,7 +231,7 @@ def test_a_model_without_a_state_to_carry_is_refused(recipe, tmp_path):
         )
 
 
-def test_rows_that_one_process_must_share_are_refused(recipe, tmp_path):
+def test_sequence_parallel_is_refused_on_one_process(recipe, tmp_path):
     with pytest.raises(ValueError, match="must divide the number of processes, 1, got 2"):
         train(recipe, output_dir=tmp_path / "run", overrides=["train.sequence_parallel=2"])
     assert not (tmp_path / "run/recipe.yaml").exists()

@@ -174,7 +174,7 @@ def test_the_pages_script_trains_as_one_process_does(cluster, script, shared, tm
     assert_alike(shared / "one", tmp_path / "run")
 
 
-def test_before_its_time_is_over_a_run_stops_saved_and_goes_on_when_queued_again(
+def test_a_run_is_saved_before_its_time_limit_and_resumes_when_requeued(
     cluster,
     script,
     shared,

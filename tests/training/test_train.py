@@ -29,7 +29,8 @@ from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.distributed import _stays_on_the_cpu, _uses_bfloat16
 from ssmzoo.training.metrics import Meter, read_metrics
 from ssmzoo.training.objectives import CausalLM
-from ssmzoo.training.run import make_optimizer, param_groups, train
+from ssmzoo.training.optimizer import make_optimizer, param_groups
+from ssmzoo.training.run import train
 from ssmzoo.training.shards import share_of, weights_of
 
 TINY = {
@@ -167,7 +168,7 @@ def test_files_of_others_in_a_finished_runs_model_stay(whole, recipe):
     assert not (model / "model-00001-of-00002.safetensors").exists()
 
 
-def test_a_missing_matplotlib_is_told_before_anything_is_trained(recipe, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_reported_before_training(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(RuntimeError, match=r"log\.curves needs matplotlib .*ssmzoo\[train\]"):
         train(recipe(), output_dir=tmp_path / "run")
@@ -380,7 +381,7 @@ def test_a_damaged_checkpoint_is_named_with_the_last_whole_one(
     assert message in text
     assert "step-00000012 cannot be used" in text
     assert "the newest whole checkpoint is" in text
-    assert "step-00000009; remove what is newer" in text
+    assert "step-00000009; remove the newer ones" in text
 
 
 def test_resuming_with_fewer_steps_than_done_is_refused(whole, recipe):

@@ -41,7 +41,7 @@ from ssmzoo.training.folder import require_same_recipe
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.run import train
-from ssmzoo.training.stopping import SIGNALS, Stopped, StopRequest, told_by
+from ssmzoo.training.stopping import SIGNALS, Stopped, StopRequest, signal_of
 from ssmzoo.training.trainer import Run
 
 WORDS = ["ant bee cat dodo ", "elk fox gnu hen ", "ibis jay kiwi lark "]
@@ -126,7 +126,7 @@ def test_a_second_signal_stops_at_once(clock, interruptible, monkeypatch):
     request = StopRequest()
 
     def told_twice():
-        with request.heard():
+        with request.handled():
             signal.raise_signal(signal.SIGTERM)
             assert request.signal == signal.SIGTERM
             clock.now = 0.5
@@ -146,7 +146,7 @@ def test_under_a_launcher_a_second_signal_repeats_the_first(clock, interruptible
     request = StopRequest()
 
     def told_twice():
-        with request.heard():
+        with request.handled():
             signal.raise_signal(signal.SIGINT)
             clock.now = 10.0
             signal.raise_signal(signal.SIGINT)
@@ -163,13 +163,13 @@ def test_every_signal_is_a_request_unless_it_was_ignored_at_the_start(number, cl
     before = signal.signal(number, lambda *_: None)
     try:
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             signal.raise_signal(number)
             assert request.flags() == [int(other == number) for other in SIGNALS]
-            assert told_by(request.flags()) == number
+            assert signal_of(request.flags()) == number
         signal.signal(number, signal.SIG_IGN)  # as `nohup` does of SIGHUP
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             signal.raise_signal(number)
         assert request.signal is None
         assert signal.getsignal(number) is signal.SIG_IGN
@@ -182,19 +182,19 @@ def test_a_repeated_sigxcpu_is_one_request(clock, monkeypatch):
     before = signal.signal(signal.SIGXCPU, lambda *_: None)
     try:
         request = StopRequest()
-        with request.heard():
+        with request.handled():
             for clock.now in (0.0, 10.0, 20.0):
                 signal.raise_signal(signal.SIGXCPU)
-            assert signal.getsignal(signal.SIGXCPU) == request._hear
+            assert signal.getsignal(signal.SIGXCPU) == request._handle
     finally:
         signal.signal(signal.SIGXCPU, before)
 
 
-def test_only_the_main_thread_hears_signals():
+def test_only_the_main_thread_handles_signals():
     seen = []
 
     def elsewhere():
-        with StopRequest().heard():
+        with StopRequest().handled():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=elsewhere)
@@ -484,7 +484,7 @@ def test_a_run_that_ends_early_logs_its_last_steps_once(early, recipe, tmp_path)
     assert finish_of(again)["seconds"] == finish_of(run)["seconds"]
 
 
-def test_a_run_told_to_stop_before_its_early_end_has_the_same_lines(
+def test_a_run_stopped_before_its_early_end_has_the_same_lines(
     early, recipe, tmp_path, interruptible, monkeypatch
 ):
     run, asked = early
@@ -503,7 +503,7 @@ def test_a_run_told_to_stop_before_its_early_end_has_the_same_lines(
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_a_run_shortened_to_what_it_has_done_is_validated_and_logged(
+def test_a_run_shortened_to_its_done_steps_is_validated_and_logged(
     held_out, recipe, tmp_path, monkeypatch
 ):
     asked = ["log.every=100", "train.schedule=constant"]
@@ -561,7 +561,7 @@ def fail(error):
     "ask",
     [lambda: bytearray(10**18), lambda: fail(torch.OutOfMemoryError("CUDA out of memory. Tried"))],
 )
-def test_errors_of_memory_are_told_from_others(ask):
+def test_out_of_memory_errors_are_recognised(ask):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         ask()
     assert is_out_of_memory(caught.value)

@@ -300,7 +300,7 @@ def test_a_ragged_batch_has_the_gradients_of_its_examples_alone(name, build):
         torch.testing.assert_close(gradient, alone[key], rtol=1e-9, atol=1e-12, msg=key)
 
 
-def test_of_equal_validations_that_of_the_lower_loss_is_the_best():
+def test_equal_validations_are_ranked_by_loss():
     before = {"accuracy": 0.9, "loss": 0.4}
     for accuracy, loss, best in ((0.9, 0.4, False), (0.9, 0.3, True), (0.8, 0.1, False)):
         assert is_best({"accuracy": accuracy, "loss": loss}, before, "accuracy") is best
@@ -329,7 +329,7 @@ def test_the_best_checkpoint_is_kept_published_and_tested(tmp_path, monkeypatch)
     path = shard_of(run, step)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RuntimeError, match=r"the run's best, is damaged: shards/shard"):
-        RunFolder(run).final(step)
+        RunFolder(run).final_checkpoint(step)
 
 
 def test_without_best_the_last_checkpoint_is_tested(tmp_path):
@@ -657,7 +657,7 @@ def test_a_part_without_labels_passes_no_gradient_on():
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_a_step_that_asks_nothing_is_one_line(tmp_path):
+def test_a_step_without_targets_is_refused(tmp_path):
     silent = {"seq_len": 2, "num_train": 8, "num_validation": 8, "num_test": 8}
     changes = {"train__epochs": None, "train__steps": 2, "train__batch_size": 2}
     with pytest.raises(ValueError, match="a step must have something to predict, got none"):
@@ -735,7 +735,7 @@ def test_steps_hold_the_same_examples_on_any_processes(world, n):
     assert {json.dumps(source.position()) for source in several} == {json.dumps(alone.position())}
 
 
-def test_a_source_continues_from_a_position_of_other_processes():
+def test_a_source_resumes_from_a_position():
     one = ExampleSource(numbered(13), 0, 4)
     taken([one], 4, 6)
     position = json.loads(json.dumps(one.position()))
@@ -1005,7 +1005,7 @@ def test_positions_are_checked_by_the_tokens_that_are_read():
         labelled(model, longer).batch(Examples(longer.batch(range(2))))
 
 
-def test_a_prediction_that_is_no_number_is_no_small_error():
+def test_a_nan_prediction_is_no_small_error():
     task = mean("train", 0)
     part = Examples(task.batch(np.arange(4)))
     goal = labelled(torch.nn.Linear(1, 1), task)

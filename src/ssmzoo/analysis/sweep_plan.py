@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ssmzoo.analysis.ledger import Cell, Line, cell_of
-from ssmzoo.environment.messages import missing
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import missing, suggestion
 from ssmzoo.files import package_data
 from ssmzoo.recipe import (
     DataSection,

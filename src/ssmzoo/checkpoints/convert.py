@@ -88,7 +88,7 @@ def to_official(model: str | Path, output: str | Path) -> Path:
 
     Raises:
         ValueError: No such folder, the file is there, the family has no way back, the model is not
-            of the class that the official code has, or it has what the official model has not.
+            of the class that the official code has, or it has parts that the official model lacks.
     """
     from safetensors.torch import save_file
 
@@ -123,7 +123,7 @@ def _read(source: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if source.is_dir():
-        read_weights(source)  # refuses what is not whole
+        read_weights(source)  # refuses incomplete weights
         index = source / WEIGHTS_INDEX
         names = set(read_json(index)["weight_map"].values()) if index.exists() else {WEIGHTS}
         files = [source / name for name in sorted(names)]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ssmzoo.checkpoints.trust import refuse_requests, trusted
 from ssmzoo.checkpoints.weights import is_sharded
-from ssmzoo.environment.messages import first_line, without_bars, without_reports
-from ssmzoo.family import claims, load_family, suggestion
+from ssmzoo.environment.messages import first_line, suggestion, without_bars, without_reports
+from ssmzoo.family import claims, load_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +138,7 @@ def check_vocabulary(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     """Refuse a tokenizer with ids that the model does not embed.
 
     Raises:
-        ValueError: It does.
+        ValueError: It has such ids.
     """
     embedding = network.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", None)
@@ -153,7 +153,7 @@ def check_dtype(dtype: str) -> None:
     """Check that :func:`load_model` takes a type of weights.
 
     Raises:
-        ValueError: It is none; names the closest.
+        ValueError: It does not; the message names the closest.
     """
     known = get_args(Dtype)
     if dtype not in known:
@@ -163,7 +163,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_tokenizer(model: str, folder: Path | None, trust: bool) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model, ``folder`` being what :func:`model_folder` found.
+    """Return the tokenizer of a model, ``folder`` being the result of :func:`model_folder`.
 
     Raises:
         LookupError: The Hub has none.
@@ -194,10 +194,10 @@ def holds_tokenizer(folder: str | Path) -> bool:
 
 
 def check_holds_tokenizer(name: str, folder: str | Path, otherwise: str = "") -> None:
-    """Say of a folder, from which no tokenizer loads, that none was saved to it if that is so.
+    """Check that a folder from which no tokenizer loads holds files of one.
 
     Raises:
-        ValueError: It is. The message ends in ``otherwise``, another way out.
+        ValueError: It holds none. The message ends in ``otherwise``, another way out.
     """
     if not holds_tokenizer(folder):
         raise ValueError(
@@ -216,7 +216,7 @@ def load_model(
     config: PreTrainedConfig | None = None,
     new_head: bool = False,
 ) -> PreTrainedModel:
-    """Return a model ready to run, ``folder`` being what :func:`model_folder` found.
+    """Return a model ready to run, ``folder`` being the result of :func:`model_folder`.
 
     Args:
         model: The folder or Hub id, as it was given.
@@ -237,10 +237,10 @@ def load_model(
 
     import ssmzoo.auto  # noqa: F401
 
-    what = "a causal language model" if kind is None else "a model"
+    noun = "a causal language model" if kind is None else "a model"
     local = folder is not None or not on_hub(model)
     given = {} if config is None else {"config": config}
-    with _loading(what, model, folder), without_bars(), without_reports(), trusted(folder or model):
+    with _loading(noun, model, folder), without_bars(), without_reports(), trusted(folder or model):
         # with output_loading_info a pair, which its annotation does not say
         loaded: Any = (kind or AutoModelForCausalLM).from_pretrained(
             folder or model,
@@ -277,7 +277,7 @@ def load_model(
 
 
 def on_hub(model: str) -> bool:
-    """Ask the Hub once for a model, before each of its files is asked for again and again.
+    """Ask the Hub whether it has a model, once rather than for each of its files.
 
     The answer holds for this process, or until something fails to load; see :func:`ask_again`.
 
@@ -338,7 +338,7 @@ def ask_again() -> None:
 
 
 @contextlib.contextmanager
-def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
+def _loading(noun: str, model: str, folder: Path | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -346,6 +346,6 @@ def _loading(what: str, model: str, folder: Path | None) -> Iterator[None]:
         reason = f"{type(error).__name__}: {first_line(error)}"
         if folder is None and isinstance(error, OSError):
             raise LookupError(
-                f"no folder {model!r} here, and no {what.split(' ', 1)[1]} from the Hub: {reason}"
+                f"no folder {model!r} here, and no {noun.split(' ', 1)[1]} from the Hub: {reason}"
             ) from error
-        raise ValueError(f"cannot load {what} from {model!r}: {reason}") from error
+        raise ValueError(f"cannot load {noun} from {model!r}: {reason}") from error

@@ -28,7 +28,7 @@ _UNREAD = ("added_tokens_file", "chat_template_file", "special_tokens_map_file")
 
 @contextmanager
 def trusted(source: object, subfolder: str = "") -> Iterator[None]:
-    """Refuse a checkpoint before it is loaded inside, by ``use_safetensors=True``.
+    """Refuse an unsafe checkpoint before the block loads it, with ``use_safetensors=True``.
 
     Args:
         source: A folder, which is looked at, or a Hub id, whose names the Hub's client checks.
@@ -73,7 +73,7 @@ def _refuse_counts(folder: Path) -> None:
         return
     config = _read(folder / "config.json")
     for field, most in (("num_hidden_layers", len(sizes)), ("num_labels", sum(sizes))):
-        # of a few that are missing the loader says which
+        # where only a few are missing, the loader names them
         if isinstance(count := config.get(field), int) and count > most + _FEW:
             raise ValueError(
                 f"{folder / 'config.json'} must describe the weights beside it, which hold "
@@ -82,7 +82,7 @@ def _refuse_counts(folder: Path) -> None:
 
 
 def stored_numbers(files: Iterable[str | Path]) -> list[int]:
-    """Return how many numbers each stored tensor has; of a damaged file whoever loads it tells."""
+    """Return how many numbers each stored tensor has; none if a file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     found = []
@@ -95,9 +95,9 @@ def stored_numbers(files: Iterable[str | Path]) -> list[int]:
     return found
 
 
-def _no_pickles(what: str) -> str:
+def _no_pickles(file: str) -> str:
     return (
-        f"{what} must be safetensors, got pickles, which can run code; ask for the model in that "
+        f"{file} must be safetensors, got pickles, which can run code; ask for the model in that "
         "format, or convert it where that does no harm"
     )
 
@@ -126,7 +126,7 @@ def refuse_requests(source: object, subfolder: str = "") -> None:
             if isinstance(name, str) and _leads_out(name):
                 raise ValueError(
                     f"{folder / place} must name files of this folder, got {name!r}; take "
-                    "that out, or do not use what came with it"
+                    "that out, or do not use the files that came with it"
                 )
 
 
@@ -143,7 +143,7 @@ def _leads_out(name: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is none: the loader then says what is wrong."""
+    """Return a JSON object, empty if there is none: the loader then reports the error."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -20,7 +20,7 @@ ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 ADAPTER_FORMAT = "ssmzoo-state-adapter-1"
 _ADAPTER_FIELDS = {"format": str, "model_type": str, "digest": str, "base": dict, "states": dict}
 OPTIMIZER = "optimizer.safetensors"  # of a checkpoint that ssmzoo 0.1 wrote
-NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # what may lie beside weights
+NO_WEIGHTS = {STATE, GOLDEN, ADAPTER_FILE, OPTIMIZER}  # files that may lie beside weights
 SHARDS = "shards"  # the folder, in a run's checkpoint, of its tensors
 
 # a checkpoint's moments and a prompt's state are safetensors too
@@ -127,7 +127,7 @@ def read_weights(folder: Path) -> Tensors:
         if len(present) > 1:
             raise ValueError(
                 f"{folder} holds {listed(present - {WEIGHTS})} beside {WEIGHTS} and no index; "
-                "remove what is not of this model"
+                "remove the files that are not of this model"
             )
         return read_tensors(folder / WEIGHTS)
 
@@ -142,7 +142,7 @@ def read_weights(folder: Path) -> Tensors:
     if extra := present - shards:
         raise ValueError(
             f"{folder} holds {listed(extra)}, which {WEIGHTS_INDEX} does not name; "
-            "remove what is not of this model"
+            "remove the files that are not of this model"
         )
     tensors: Tensors = {}
     for shard in sorted(shards):

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import NoReturn
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 
 # those that load models by transformers' Auto classes
 _USUAL = ("accelerate", "lm_eval", "torchrun", "transformers", "trl")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 
 
 class UsageError(ValueError):

@@ -71,7 +71,7 @@ class FileDocuments(_Documents):
         """Return, as JSON, ``files`` and, if paths are held out, ``validation_files``.
 
         Args:
-            before: What this method returned when the run began.
+            before: The result of this method when the run began.
 
         Raises:
             ValueError: Files that are missing, or changed since the run began; a folder of text
@@ -98,7 +98,7 @@ class FileDocuments(_Documents):
         return (text for _, text in read)
 
     def shards(self, found: dict[str, Any]) -> list[OpenShard]:
-        """Return what opens each shard of jsonl or parquet files, in order."""
+        """Return a function for each shard of jsonl or parquet files that opens it, in order."""
         field = self._data.text_field
         shards: list[OpenShard] = []
         for entry in found["files"]:
@@ -130,7 +130,7 @@ class DatasetDocuments(_Documents):
         Configuration and split belong to both: they choose the documents.
 
         Args:
-            before: What this method returned when the run began.
+            before: The result of this method when the run began.
 
         Raises:
             LookupError: No such data set.
@@ -161,7 +161,7 @@ class DatasetDocuments(_Documents):
             yield from self._texts(self._open(split, found, streaming=self._data.streaming))
 
     def shards(self, found: dict[str, Any]) -> list[OpenShard]:
-        """Return what opens each shard of the split to train on, in order."""
+        """Return a function for each shard of the split to train on that opens it, in order."""
         records = cast("IterableDataset", self._open(self._data.split, found, streaming=True))
         return [partial(self._shard, records, i) for i in range(records.num_shards)]
 

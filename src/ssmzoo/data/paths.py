@@ -109,7 +109,7 @@ def file_manifest(files: Sequence[Path], *, content: bool) -> list[dict[str, Any
 
 
 def same_files(
-    manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None = None
+    manifest: Sequence[dict[str, Any]], files: Sequence[Path], root: Path | None
 ) -> list[dict[str, Any]]:
     """Return the manifest of the same files where they are now, in the same order.
 

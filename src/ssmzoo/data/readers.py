@@ -2,8 +2,8 @@
 
 - A text file is one document; so is a line of a jsonl file, and a row of a parquet file. A byte
   order mark before its text is removed, and empty documents are left out.
-- jsonl is not left to ``datasets``: it begins at no place but a file's first byte, fails where
-  records have other fields than those before them, and its errors name no line.
+- ``datasets`` does not read jsonl here: it starts only at a file's first byte, fails where records
+  have other fields than those before them, and its errors name no line.
 """
 
 from __future__ import annotations

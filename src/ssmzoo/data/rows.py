@@ -119,7 +119,7 @@ class PackedRows(NumberedRows):
         spans: Beginning and end of each document [n, 2].
         seq_len: Tokens a row.
         seed: Of the order.
-        what: The use of the tokens, for errors: "training" or "held-out".
+        use: Of the tokens, for errors: "training" or "held-out".
         field: The recipe's field that sets the length, for errors.
 
     Raises:
@@ -135,13 +135,13 @@ class PackedRows(NumberedRows):
         *,
         rank: int = 0,
         world: int = 1,
-        what: str = "training",
+        use: str = "training",
         field: str = "train.seq_len",
     ) -> None:
         total = int((spans[:, 1] - spans[:, 0]).sum())
         if total < seq_len:
             raise ValueError(
-                f"the {what} text must fill at least one row of {field} = {seq_len} tokens, "
+                f"the {use} text must fill at least one row of {field} = {seq_len} tokens, "
                 f"got {total}"
             )
         super().__init__(rank, world)

@@ -85,7 +85,7 @@ class DataSource(ABC):
 
         Args:
             cache: The folder for tokens; used as it is if it holds these tokens already.
-            before: What this method returned when the run began, to resume on the same data.
+            before: The result of this method when the run began, to resume on the same data.
 
         Returns:
             The manifest, as JSON: where the data came from, and its ``digest``.
@@ -196,7 +196,7 @@ class _Text(_RowData):
         spans = store.spans if spans is None else spans
 
         def of(length: int, name: str) -> HeldOutRows:
-            rows = PackedRows(store.tokens, spans, length, 0, what="held-out", field=name)
+            rows = PackedRows(store.tokens, spans, length, 0, use="held-out", field=name)
             return self._held_out(rows.rows, len(rows), length, rank, world)
 
         longer = {length: of(length, "eval.lengths") for length in self.recipe.eval.lengths}

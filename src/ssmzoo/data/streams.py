@@ -48,10 +48,10 @@ class StreamedRows(NumberedRows):
         seed: int,
         *,
         block: int,
-        keep: Callable[[str], bool] = lambda _: True,
-        field: str = "the stream",
-        rank: int = 0,
-        world: int = 1,
+        keep: Callable[[str], bool],
+        field: str,
+        rank: int,
+        world: int,
     ) -> None:
         super().__init__(rank, world)
         most = min(LANES, max(1, len(shards) // SHARDS_PER_LANE))

@@ -86,7 +86,7 @@ def named_tokenizer(name: str, argument: str = "data.tokenizer") -> PreTrainedTo
 
 @contextmanager
 def tokenizer_errors(failure: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Turn errors of a tokenizer, as that it has no unknown token, into a ValueError."""
+    """Turn errors of a tokenizer, such as a missing unknown token, into a ValueError."""
     try:
         yield
     except ValueError:

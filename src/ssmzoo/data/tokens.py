@@ -1,7 +1,7 @@
 """Documents as tokens: tokenised once into a folder, or in memory, and split.
 
 - Local files and downloaded data sets are tokenised into the run's ``cache`` folder, from which
-  processes read what they need; streams are tokenised while training.
+  processes read the parts that they need; streams are tokenised while training.
 - Documents are held out by their content, so that the choice does not depend on order or
   seed, and no copy of a held-out document is trained on.
 """
@@ -110,7 +110,7 @@ class TokenStore:
         )
 
     def holds_out_ends(self, validation: float | int | list[str] | None) -> bool:
-        """Tell whether the ends of documents are held out, and not whole ones.
+        """Tell whether the ends of documents are held out rather than whole documents.
 
         A single document, or copies of one, gives its end. So do several if the share is less than
         one of them, and the one that would be held out has more than twice the share of the tokens.
@@ -180,7 +180,7 @@ def write_store(
     folder: Path,
     key: str,
     field: str,
-    workers: int = 0,
+    workers: int,
 ) -> None:
     """Tokenise named documents into a folder, which appears only when it is complete.
 

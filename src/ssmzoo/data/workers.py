@@ -37,7 +37,7 @@ serve_calls()
 
 
 class Workers:
-    """Call functions of an encoder and texts, ahead of their use if there are worker processes.
+    """Call functions of an encoder and texts, ahead of time if there are worker processes.
 
     Args:
         tokenizer: The tokenizer.
@@ -47,7 +47,7 @@ class Workers:
         count: How many there are.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, count: int = 0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
         self.count, self._tokenizer = count, tokenizer
         self._encode = encoder(tokenizer)
         self._processes: list[subprocess.Popen[bytes]] = []

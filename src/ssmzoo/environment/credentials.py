@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import yaml
 
 _STRUCK_OUT = "***"
-# of an address: up to the last @ before the path; what is digits up to the path is a port
+# of an address: up to the last @ before the path; digits alone up to the path are a port
 _PASSWORD = r"(?<=://)[^\s/@:'\"<>]*:(?!\d{1,5}[/?#])[^\s@'\"<>]+(?:@[^\s@/'\"<>]+)*(?=@)"
 _TOKEN = r"(?<=://)(?=[\w.~-]*\d)[\w.~-]*[A-Za-z0-9]{20,}[\w.~-]*(?=@)"
 _SIGNATURE = (
@@ -45,7 +45,7 @@ _SHAPED = (
 )
 _LETTERS = r"[A-Za-z0-9]{20,}(?!\w)"
 _WORD = r"[\w-]{20,}"
-# kind, marks at a token's beginning, what follows them
+# kind, marks at a token's beginning, pattern of the rest
 _MARKED = (
     ("a Hugging Face token", "hf_ api_org_", _LETTERS),
     ("a Hugging Face token", "hf_oauth_ hf_jwt_", r"[\w.-]{20,}"),
@@ -130,7 +130,7 @@ def credential_in_file(name: str, content: bytes) -> tuple[str, str] | None:
 
     Args:
         name: The file's name, by whose ending JSON, safetensors, YAML and cards are known.
-        content: What it holds; of safetensors the header, which is JSON.
+        content: Its bytes; of safetensors the header, which is JSON.
     """
     for where, text in _texts(name, content):
         for plain in dict.fromkeys((text, unquote(text), html.unescape(text))):
@@ -171,7 +171,7 @@ def _yaml_strings(text: str) -> Iterator[str]:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.ScalarEvent):
                 yield event.value
-    except yaml.YAMLError:  # a card's text, or what is refused elsewhere
+    except yaml.YAMLError:  # a card's text, or a file that is refused elsewhere
         return
 
 

@@ -23,7 +23,7 @@ FIELDS = (
     "pipeline_tag",
 )
 _LISTS = ("language", "datasets", "base_model")
-LICENSE_FILES = ("LICENSE", "LICENSE.md")  # what the Hub takes in place of an address
+LICENSE_FILES = ("LICENSE", "LICENSE.md")  # the Hub takes them in place of an address
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")
 # https://huggingface.co/docs/hub/repositories-licenses
 _LICENSES = """
@@ -132,7 +132,7 @@ def _check(name: str, value: str) -> None:
     if name in ("datasets", "base_model") and not is_hub_id(value):
         raise ValueError(
             f"card.{name} must be ids on the Hub, such as 'user/name', got {value!r}; leave out "
-            "what is not there"
+            "others"
         )
     if not value.strip() or not value.isprintable():
         raise ValueError(f"card.{name} must be a line of text, got {value!r}")

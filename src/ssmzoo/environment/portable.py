@@ -1,4 +1,4 @@
-"""Strip this machine's folders, and all credentials, from what cards and results hold."""
+"""Strip this machine's folders, and all credentials, from texts for cards and results."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import yaml
 
-from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.messages import first_line, suggestion
 from ssmzoo.evaluation.results import Benchmark, Score
-from ssmzoo.family import suggestion
 from ssmzoo.files import package_data
 
 if TYPE_CHECKING:

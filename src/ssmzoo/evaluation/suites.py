@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.evaluation.results import Score
-from ssmzoo.family import suggestion
 from ssmzoo.files import package_data, parse_yaml
 
 

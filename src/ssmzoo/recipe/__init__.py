@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise missing("recipes need pydantic", "train", error) from error
 
-from ssmzoo.recipe.read import fields_of, load_recipe, load_zoo, read_sections, set_field
+from ssmzoo.recipe.read import fields_of, load_recipe, read_sections, set_field
 from ssmzoo.recipe.recipe import Recipe
 from ssmzoo.recipe.sections import (
     HIGHER_IS_BETTER,
@@ -45,7 +45,6 @@ __all__ = [
     "TrainSection",
     "fields_of",
     "load_recipe",
-    "load_zoo",
     "read_sections",
     "set_field",
 ]

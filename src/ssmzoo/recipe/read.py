@@ -6,53 +6,16 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from ssmzoo.environment.messages import shortened
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import shortened, suggestion
 from ssmzoo.files import is_utf8, package_data, parse_yaml
 from ssmzoo.recipe.recipe import Recipe
 from ssmzoo.recipe.sections import Section
 
 Checked = TypeVar("Checked", bound=Section)
-
-
-class Zoo(Section):
-    """Recipes in one file, such as ``eval/zoo.yaml``: many models, trained alike.
-
-    Attributes:
-        shared: Sections that all recipes have, ``data`` and ``train`` say.
-        models: By name, a model's own sections; a field in them wins over the shared one.
-    """
-
-    shared: dict[str, dict[str, Any]] = {}
-    models: Annotated[dict[str, dict[str, dict[str, Any]]], Field(min_length=1)]
-
-
-def load_zoo(path: Path, overrides: Sequence[str] = ()) -> dict[str, Recipe]:
-    """Read and check a file of recipes.
-
-    Args:
-        path: The YAML file; see :class:`Zoo`.
-        overrides: ``section.field=value``, the value in YAML; they win over the file.
-
-    Returns:
-        The recipes by the names of their models.
-
-    Raises:
-        LookupError: No such file or field; the message suggests.
-        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
-    """
-    listed, found = read_sections(Zoo, path, path.name), {}
-    for name, own in listed.models.items():
-        sections = {**listed.shared, **own}
-        fields = {part: {**listed.shared.get(part, {}), **own.get(part, {})} for part in sections}
-        for override in overrides:
-            set_field(fields, override)
-        found[name] = read_sections(Recipe, fields, f"{path.name}, {name}")
-    return found
 
 
 def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
@@ -80,19 +43,18 @@ def load_recipe(source: str | Path | Recipe, overrides: Sequence[str] = ()) -> R
     return read_sections(Recipe, fields, name)
 
 
-def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str) -> Checked:
-    """Check a YAML file, or what one could hold, against a closed description.
+def read_sections(kind: type[Checked], fields: object, name: str) -> Checked:
+    """Check the content of a YAML file against a closed description.
 
     Args:
         kind: The description.
-        source: A file or its fields.
+        fields: The content, as :func:`fields_of` returns it.
         name: Opens the messages.
 
     Raises:
-        LookupError: No such file or field; the message suggests.
-        ValueError: A wrong value, or a file that is not UTF-8 or not YAML.
+        LookupError: No such field; the message suggests.
+        ValueError: A wrong value, or no fields.
     """
-    fields = fields_of(source) if isinstance(source, Path) else source
     if not isinstance(fields, dict):
         raise ValueError(f"{name}: must hold fields and values, got {shortened(repr(fields))}")
     try:
@@ -102,7 +64,7 @@ def read_sections(kind: type[Checked], source: Path | dict[str, Any], name: str)
 
 
 def fields_of(path: Path) -> Any:
-    """Return what a YAML file holds.
+    """Return the content of a YAML file.
 
     Raises:
         LookupError: No such file.
@@ -141,7 +103,7 @@ def set_field(fields: dict[str, Any], override: str) -> None:
     """Change one field, ``section.field=value``, the value in YAML.
 
     Raises:
-        ValueError: An override of another form, or into what is no section.
+        ValueError: An override of another form, or one inside a field that is no section.
     """
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
@@ -154,7 +116,7 @@ def set_field(fields: dict[str, Any], override: str) -> None:
         here = here[part]
         if not isinstance(here, dict):
             raise ValueError(f"the override {override!r} goes into {part!r}, which is no section")
-    # what is not UTF-8 can be no YAML, only a path
+    # text that is not UTF-8 is no YAML, only a path
     here[parts[-1]] = parse_yaml(value, override) if is_utf8(value) else value
 
 

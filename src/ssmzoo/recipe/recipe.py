@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.files import STDLIB, dump_yaml
 from ssmzoo.recipe.sections import (
     AdapterSection,
@@ -131,10 +131,10 @@ class Recipe(Section):
             "eval.every 'epoch'": self.eval.every == "epoch",
             "checkpoint.every 'epoch'": self.checkpoint.every == "epoch",
         }
-        for what, asked in by_epoch.items():
+        for name, asked in by_epoch.items():
             if asked:
                 raise ValueError(
-                    f"{what} needs a data.task without train.seq_len, because only its epochs are "
+                    f"{name} needs a data.task without train.seq_len, because only its epochs are "
                     "counted in examples; give steps"
                 )
         judged = {
@@ -143,16 +143,16 @@ class Recipe(Section):
             "train.stop_at": self.train.stop_at is not None,
             "checkpoint.best": self.checkpoint.best,
         }
-        for what, asked in judged.items():
+        for name, asked in judged.items():
             if asked and self.data.validation is None:
-                raise ValueError(f"{what} needs data.validation to judge by")
+                raise ValueError(f"{name} needs data.validation to judge by")
 
     def to_yaml(self) -> str:
         """Return the recipe as a YAML text that :func:`load_recipe` reads back to an equal one."""
         return dump_yaml(self.model_dump(exclude_none=True))
 
     def differences(self, now: Recipe, sections: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the fields of sections that another recipe has otherwise: name, ours, theirs."""
+        """Yield the fields that differ in another recipe, of some sections: name, ours, theirs."""
         for section in sections:
             before, after = (
                 {} if s is None else s.model_dump()

@@ -75,7 +75,7 @@ def exactly_one(section: BaseModel, name: str, fields: Sequence[str]) -> None:
 
 
 class ModelSection(Section):
-    """What is trained: a family of the zoo, any transformers model type, or existing weights.
+    """The model to train: a family of the zoo, a transformers model type, or existing weights.
 
     Attributes:
         family: An installed family, e.g. ``longhorn``.
@@ -85,8 +85,8 @@ class ModelSection(Section):
         config: Fields of the model's configuration. ``vocab_size`` is the tokenizer's if absent;
             a supervised task also says ``num_labels``, ``input_channels``, ``problem_type`` and
             ``horizon``.
-        stock: Leave transformers' recurrent models as they are, without our kernels. What is saved
-            is the same either way, and a resume may choose anew.
+        stock: Leave transformers' recurrent models as they are, without our kernels. The saved
+            model is the same either way, and a resume may choose anew.
     """
 
     family: str | None = None
@@ -112,12 +112,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What it is trained on.
+    """The data to train and validate on.
 
     Attributes:
-        text: Files, folders or globs; a file is a document. Links are followed; what is hidden, and
-            in folders what is not UTF-8, is left out. ``python-stdlib`` stands for the sources and
-            documentation of the running Python's standard library.
+        text: Files, folders or globs; a file is a document. Links are followed; hidden files, and
+            in folders files that are not UTF-8, are left out. ``python-stdlib`` stands for the
+            sources and documentation of the running Python's standard library.
         jsonl: Files or globs (``.gz`` too); a line is a document, its text under ``text_field``.
         parquet: Files or globs; a row is a document, its text in the column ``text_field``.
         dataset: A data set on the Hub, or a local folder that ``datasets`` can load.
@@ -137,7 +137,7 @@ class DataSection(Section):
         text_field: Where the text is in a record.
         tokenizer: ``bytes``, a name or a folder. If absent, ``model.init_from``'s, else bytes.
             A task needs none: its tokens are numbers.
-        validation: What is held out. A number below 1: that share of the documents, at least one,
+        validation: Held-out data. A number below 1: that share of the documents, at least one,
             and of a single document, or a few long ones, the end; a whole number: so many documents
             (the first ones when streaming); otherwise paths, or a split's name for ``dataset``.
     """
@@ -248,7 +248,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is kept of a run's states: a checkpoint after the last step, and before it where due.
+    """Which checkpoints are written and kept: one after the last step, earlier ones where due.
 
     Attributes:
         every: A checkpoint every so many steps, or every ``"epoch"``. Absent, it is 500 without
@@ -301,7 +301,7 @@ class LogSection(Section):
 
 
 class AdapterSection(Section):
-    """What is trained in place of the weights of ``model.init_from``, which stay as they are.
+    """The parameters to train in place of the weights of ``model.init_from``, which stay.
 
     Attributes:
         kind: ``state``, the states that the model starts every sequence from. A classifier's head
@@ -312,7 +312,7 @@ class AdapterSection(Section):
 
 
 class CardSection(Section):
-    """What the model's card tells the Hub, which lists models by it.
+    """The metadata of the model's card, by which the Hub lists models.
 
     Attributes:
         license: The weights' licence, by its id on the Hub, e.g. ``apache-2.0``; ``other`` for one

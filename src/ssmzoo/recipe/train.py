@@ -1,4 +1,4 @@
-"""The section ``train`` of a recipe, and what it holds."""
+"""The section ``train`` of a recipe and the sections in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_SCHEDULES: dict[str, dict[str, float | None]] = {
 
 
 class GroupSection(Section):
-    """What differs for one of the model's parameter groups.
+    """Settings of one of the model's parameter groups that differ from the others'.
 
     Attributes:
         lr: Its peak learning rate; ``train.lr`` if absent.
@@ -57,8 +57,8 @@ class StopSection(Section):
     """When a run ends early: after the first validation whose metric is at least this good.
 
     Attributes:
-        metric: What a validation reports. Of the labels of a task ``accuracy`` is the share that
-            is right, ``exact_match`` the share of examples of which all are.
+        metric: One of a validation's metrics. ``accuracy`` is the share of a task's labels that are
+            right, ``exact_match`` the share of its examples whose labels are all right.
         value: At least this accuracy, at most this loss.
     """
 
@@ -73,7 +73,7 @@ class StopSection(Section):
 
 
 class TrainSection(Section):
-    """How it is trained. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
+    """How to train. Exactly one of ``steps``, ``tokens`` and ``epochs`` is given.
 
     A resume may change the fields that ``_MAY_CHANGE`` in ``training/folder.py`` names, no others.
 
@@ -95,17 +95,17 @@ class TrainSection(Section):
             every ``plateau`` of the validation's metric, or ``drop`` once, when the training loss
             is small.
         min_lr_ratio: The cosine ends at this share of ``lr``; 0.1 if absent.
-        patience: A plateau is more than so many validations in a row without a better metric (by a
-            ten-thousandth), as in torch's ``ReduceLROnPlateau``.
+        patience: A plateau is more than this many validations in a row that improve the metric by
+            less than a ten-thousandth, as in torch's ``ReduceLROnPlateau``.
         factor: A plateau multiplies the rates of all groups by this, 0.2 if absent; so does a drop,
             0.5 if absent.
-        below: They drop at the first validation since whose predecessor the mean training loss is
-            below this.
+        below: The rates drop at the first validation where the mean training loss since the
+            validation before is below this.
         warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on. If
             absent, 0.05, and 0 for ``plateau`` and ``drop``.
         weight_decay: For the parameters that decay at all. AdamW with 0 is Adam.
-        groups: By parameter group of the model, such as ``ssm``, or by a parameter of its mixers,
-            such as ``B``, its own ``lr``, ``weight_decay``.
+        groups: An own ``lr`` and ``weight_decay`` of a parameter group of the model, such as
+            ``ssm``, or of a parameter of its mixers, such as ``B``.
         betas: AdamW's.
         clip: Largest gradient norm; 0 does not clip.
         dtype: ``bfloat16`` computes in it under autocast and keeps float32 weights; ``auto`` does

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.supervised import SPLITS, Batch, Supervised
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.tasks.cifar10 import load_cifar10
 from ssmzoo.tasks.common import at_least
 from ssmzoo.tasks.copying import load_copying

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.tasks.common import IGNORED, at_least, distinct, lm_eval_split, symbols
 
 if TYPE_CHECKING:

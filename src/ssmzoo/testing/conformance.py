@@ -24,8 +24,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from tqdm import tqdm
 
-from ssmzoo.environment.messages import without_bars, without_reports
-from ssmzoo.family import Family, load_family, suggestion
+from ssmzoo.environment.messages import suggestion, without_bars, without_reports
+from ssmzoo.family import Family, load_family
 from ssmzoo.testing import (
     arguments,
     drawing,

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from ssmzoo.family import suggestion
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.testing.subject import Oracle
 
 

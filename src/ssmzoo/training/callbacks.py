@@ -11,7 +11,7 @@ from ssmzoo.modeling import SSMPreTrainedModel
 
 
 class ProjectParameters(TrainerCallback):
-    """Bring parameters back to where they are allowed, after every step of the optimizer.
+    """Project parameters into their allowed range after every step of the optimizer.
 
     ::
 
@@ -33,7 +33,7 @@ class ProjectParameters(TrainerCallback):
         """Fail before the first step if there is no model of the zoo.
 
         Raises:
-            TypeError: The model is, and holds, none.
+            TypeError: There is none.
         """
         _zoo_model(model)
 
@@ -45,7 +45,7 @@ class ProjectParameters(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Project."""
+        """Project the parameters."""
         _zoo_model(model).project_parameters()
 
 

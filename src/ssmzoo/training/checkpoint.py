@@ -22,7 +22,7 @@ from ssmzoo.files import CannotWriteError, remove_folder, write_folder, writing
 
 CONTENTS = "contents.json"
 _NAME = re.compile(r"step-\d+")
-# what file systems answer that know no such locks: NFS without lockd, Lustre, FUSE
+# answers of file systems without such locks: NFS without lockd, Lustre, FUSE
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("ssmzoo")
@@ -141,7 +141,7 @@ def newest_checkpoint(root: Path) -> Path | None:
         return newest_first[0]
     good = next((path for path in newest_first[1:] if damage_of(path) is None), None)
     way_out = (
-        f"the newest whole checkpoint is {good}; remove what is newer to resume from it"
+        f"the newest whole checkpoint is {good}; remove the newer ones to resume from it"
         if good is not None
         else "there is no whole checkpoint; start the run again"
     )
@@ -159,7 +159,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def damage_of(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint, None if nothing is."""
+    """Return a checkpoint's damage in words, None if there is none."""
     try:
         sizes = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -84,7 +84,7 @@ def write_adapter(checkpoint: Path, folder: Path) -> None:
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write what a checkpoint holds of the model: weights, configuration, tokenizer."""
+    """Write the model of a checkpoint: weights, configuration, tokenizer."""
     for path in checkpoint.iterdir():
         if path.name not in _NOT_OF_THE_MODEL:
             if path.is_dir():  # a tokenizer's further chat templates

@@ -1,4 +1,4 @@
-"""The processes that a launcher started: how they share a model and agree on what to do."""
+"""The processes that a launcher started: how they share a model and act alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ssmzoo.environment.hardware import installed_versions, launched_processes
-from ssmzoo.training.stopping import Stopped, StopRequest, told_by
+from ssmzoo.training.stopping import Stopped, StopRequest, signal_of
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ STEP, ALONE = timedelta(minutes=30), timedelta(hours=6)
 
 
 class Sums:
-    """Numbers summed over all processes: on the device, and here without holding the device up."""
+    """Numbers summed over all processes, on the device and on the CPU; the device does not wait."""
 
     def __init__(self, accelerator: Accelerator, numbers: list[int]) -> None:
         import torch
@@ -58,9 +58,9 @@ class Processes:
         rank: This process's number.
         count: How many there are.
         pieces: How many of them read a row together, each a piece of it.
-        reader: The number of the rows' readers that this process is of.
-        readers: How many of them there are.
-        row: The group that reads a row together; None: each process reads rows of its own.
+        readers: How many groups of ``pieces`` processes there are; each reads other rows.
+        reader: The number of this process's group.
+        row: That group, for collectives; None if each process reads rows of its own.
         main: Whether this is the first one, which alone writes.
         group: The group in which the others wait for the first one; None if there are no others.
         ready: Whether the run is set up. Before that nothing can be lost by stopping.
@@ -79,10 +79,10 @@ class Processes:
             self.group = torch.distributed.new_group(timeout=ALONE)
 
     def share_rows(self, pieces: int) -> None:
-        """Let every so many neighbours read a row together; all must call this alike.
+        """Let each ``pieces`` neighbours read a row together; all must call this alike.
 
         Raises:
-            ValueError: There are not as many processes that it can be.
+            ValueError: ``pieces`` does not divide the number of processes.
         """
         import torch
 
@@ -122,7 +122,7 @@ class Processes:
         self.on_main(lambda: made.append(function()))
         return made[0] if self.main else function()
 
-    def require_shared(self, folder: Path) -> None:
+    def require_shared_folder(self, folder: Path) -> None:
         """Check that every process sees the file that the main one wrote into the run's folder.
 
         Raises:
@@ -139,30 +139,30 @@ class Processes:
         if number:
             raise RuntimeError(
                 f"output_dir must be on a file system that all processes share; {number} of "
-                f"{self.count} do not see in {folder} what the first one wrote"
+                f"{self.count} do not see the file that the first one wrote in {folder}"
             )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes, which must all call this."""
         return cast("torch.Tensor", self.accelerator.reduce(values))
 
-    def told(self) -> int | None:
+    def requested_signal(self) -> int | None:
         """Return the signal by which any process was told to stop; all must call this."""
         flags = self.request.flags()
-        return told_by(flags if self.count == 1 else Sums(self.accelerator, flags).read())
+        return signal_of(flags if self.count == 1 else Sums(self.accelerator, flags).read())
 
     def require_same(self, recipe: Recipe) -> None:
         """Check that all processes have one recipe and the same versions; all must call this.
 
         Raises:
-            RuntimeError: They do not; the message names the process, and what differs.
+            RuntimeError: They do not; the message names the process and the difference.
         """
         import torch
 
         if self.count == 1:
             return
         everyone: list[dict[str, str]] = [{}] * self.count
-        torch.distributed.all_gather_object(everyone, _what_must_agree(recipe), group=self.group)
+        torch.distributed.all_gather_object(everyone, _numeric_settings(recipe), group=self.group)
         first = everyone[0]
         for rank, other in enumerate(everyone):
             for name in sorted(first.keys() | other.keys()):
@@ -180,12 +180,12 @@ class Processes:
         Raises:
             Stopped: One was.
         """
-        if told := self.told():
-            raise Stopped(told)
+        if signal := self.requested_signal():
+            raise Stopped(signal)
 
 
-def _what_must_agree(recipe: Recipe) -> dict[str, str]:
-    """Return fields of the recipe and versions by name: they decide a run's numbers."""
+def _numeric_settings(recipe: Recipe) -> dict[str, str]:
+    """Return the recipe's fields and the versions, by name: they decide a run's numbers."""
     found: dict[str, str] = {}
     for section, fields in recipe.model_dump(mode="json").items():
         for field, value in (fields if isinstance(fields, dict) else {"": fields}).items():
@@ -215,8 +215,8 @@ def settle_buckets(model: DistributedDataParallel) -> None:
 
     DDP lays gradients into buckets anew after its first backward pass, in the order in which they
     came, and where a gradient lies decides in which order more than two processes sum it. So a
-    run that was resumed would round its first step otherwise than one that never stopped. Here
-    that first pass is one through nothing, by all processes; it leaves gradients of zero.
+    run that was resumed would round its first step otherwise than one that never stopped. This
+    makes that first pass, in all processes, on a loss of zero; it leaves gradients of zero.
     """
     import torch
 
@@ -251,18 +251,18 @@ def require_launched() -> None:
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Return Accelerate's engine for a recipe's run in a folder, on the processes there are.
 
-    Accelerate's own variables choose nothing that a recipe chooses, nor dynamo's backend.
+    Accelerate's own variables override no field of the recipe, and choose no backend of dynamo.
 
     Raises:
-        RuntimeError: Not as many processes as ``WORLD_SIZE`` asks for, or another way to share a
-            model among them than was asked for or than we know.
+        RuntimeError: Not as many processes as ``WORLD_SIZE`` asks for, or another way to share the
+            model than the one that was asked for, DDP or FSDP2.
     """
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         if _flag(f"ACCELERATE_USE_{engine}"):
-            raise RuntimeError(_ways_to_share(engine))
+            raise RuntimeError(_unsupported_sharing(engine))
     sharding = _sharding()
     _require_mesh()
     accelerator = Accelerator(
@@ -288,11 +288,11 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
             f"only, and this run is on {accelerator.device.type}; start it with torchrun instead"
         )
     if sharding is None and not (kind == "NO" or kind.startswith("MULTI_")):
-        raise RuntimeError(_ways_to_share(kind))
+        raise RuntimeError(_unsupported_sharing(kind))
     return accelerator
 
 
-def _ways_to_share(kind: str) -> str:
+def _unsupported_sharing(kind: str) -> str:
     return (
         f"the model must be copied to all processes (DDP) or sharded by FSDP2, got {kind}; "
         "change distributed_type in the configuration of accelerate launch"
@@ -340,18 +340,18 @@ def _uses_bfloat16(dtype: str) -> bool:
 _REFUSED = {
     "cpu_ram_efficient_loading": "every process builds the model",
     "activation_checkpointing": "use train.gradient_checkpointing in the recipe",
-    "ignored_modules": "nobody sums the gradients of what is not sharded",
+    "ignored_modules": "the gradients of modules that are not sharded are not summed",
 }
 
 
 def _sharding() -> FullyShardedDataParallelPlugin | None:
     """Return how `accelerate launch` was told to shard the model, None if it was not.
 
-    Weights are gathered in float32, as they are kept: autocast chooses what is computed in
-    bfloat16, as without sharding, and rounds nothing that a family wants in float32.
+    Weights are gathered in float32, as they are kept: autocast chooses the operations in
+    bfloat16, as without sharding, and rounds no parameter that a family wants in float32.
 
     Raises:
-        RuntimeError: It was told something that does not go with our checkpoints.
+        RuntimeError: It was told a setting that our checkpoints do not support.
     """
     if not _flag("ACCELERATE_USE_FSDP"):
         return None
@@ -370,7 +370,7 @@ def _sharding() -> FullyShardedDataParallelPlugin | None:
 
 
 def _require_mesh() -> None:
-    """Raise unless the mesh that `accelerate launch` was told of has copies and shards alone.
+    """Check that the mesh of `accelerate launch`, if there is one, has copies and shards alone.
 
     Raises:
         RuntimeError: It has another dimension, or another number of processes than there are.
@@ -401,8 +401,8 @@ def is_of_another_process(error: RuntimeError) -> bool:
     """Return whether an error says that another process of the run does not answer."""
     import torch
 
-    # of gloo's errors only the text tells them from others
-    known = "/gloo/", "caused pair closure"  # the second after a wait in vain, of another thread
+    # gloo's errors have no class of their own, only texts
+    known = "/gloo/", "caused pair closure"  # the second after another thread timed out
     return isinstance(error, torch.distributed.DistError) or any(k in str(error) for k in known)
 
 
@@ -410,7 +410,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device, or the machine, has no more memory."""
     import torch
 
-    # of the CPU allocator's errors only the text tells them from others
+    # the CPU allocator's error has no class of its own, only a text
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or "DefaultCPUAllocator: can't allocate memory" in str(error)
 

@@ -1,4 +1,4 @@
-"""A run's folder: what it holds, and whether a run may begin or continue there."""
+"""A run's folder: its files, and whether a run may begin or continue there."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RunFolder:
         """Return the description of the data that the run began with, None before.
 
         Raises:
-            RuntimeError: The file that says so is damaged.
+            RuntimeError: ``data.json`` is damaged.
         """
         described = self.path / "data.json"
         if not described.exists():
@@ -103,18 +103,18 @@ class RunFolder:
             return json.loads(described.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RuntimeError(
-                f"{described} is damaged ({error}), and what was trained on cannot be told without "
-                "it; put it back as it was, or start a new run"
+                f"{described} is damaged ({error}), and without it the run's data is unknown; "
+                "put it back as it was, or start a new run"
             ) from error
 
     def describe(
         self, recipe: Recipe, manifest: dict[str, Any], facts: dict[str, Any], *, step: int
     ) -> None:
-        """Write what describes the run: recipe, data, and the facts beside time and versions.
+        """Write the description of the run: recipe, data, and the facts beside time and versions.
 
         ``facts["versions"]`` are those of packages that not every run needs.
 
-        What is not as it was before ``step`` is added to the list ``changes`` in ``run.json``.
+        Changes at ``step`` are added to the list ``changes`` in ``run.json``.
         """
         changes = self._record_changes(facts, step)
         write_text(self.path / "recipe.yaml", recipe.to_yaml())
@@ -157,7 +157,7 @@ class RunFolder:
             draw_curves(self.metrics, self.picture, title=title, loss=loss)
             self._drawn = time.perf_counter()
 
-    def final(self, best: int | None) -> Path:
+    def final_checkpoint(self, best: int | None) -> Path:
         """Return the checkpoint that becomes the model: that of the step ``best``, or the last.
 
         Raises:
@@ -195,10 +195,8 @@ class RunFolder:
             self.write_results(scores, model_type, parameters)
         described = read_json(self.path / "run.json")
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
-        keys = ["loss", "validation_loss", "validation_accuracy"]
-        for name in ("validation_rmse", "validation_mse"):
-            if name in last:
-                keys[2] = name
+        own = (name for name in ("validation_mse", "validation_rmse") if name in last)
+        keys = ("loss", "validation_loss", next(own, "validation_accuracy"))
         facts = {"date": _now(), "parameters": parameters, **facts}
         described["finished"] = facts | {key: last.get(key) for key in keys}
         write_json(self.path / "run.json", described)
@@ -237,7 +235,7 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
     """Check that only fields that may change differ from the recipe that a run began with.
 
     Raises:
-        ValueError: It does; the message names the field.
+        ValueError: Another field differs; the message names it.
     """
     for name, before, after in begun.differences(now, ("model", "data", "train", "adapter")):
         if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
@@ -263,7 +261,7 @@ def _renew(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _is_moved(before: Any, after: Any) -> bool:
-    """Return whether both are local: one path, several, or a task's arguments but for its data."""
+    """Return whether values differ in local places only: paths, a task's ``data`` and ``cache``."""
     if isinstance(before, dict) and isinstance(after, dict):
         return before.keys() == after.keys() and all(
             value == after[key] or (key in ("data", "cache") and _is_moved(value, after[key]))

@@ -17,25 +17,23 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-TOKENS = 256  # of one sequence: enough to see a layer at work, and cheap beside a step
+GAUGED_TOKENS = 256  # of one sequence: enough to see a layer at work, and cheap beside a step
 _INPUTS = ("input_ids", "input_values", "pixel_values")
 
 
 class MetricsFile:
     """``metrics.jsonl``: one JSON object a line, each written at once."""
 
-    def __init__(
-        self, path: Path, *, after_step: int, logged: bool = True, validated: bool = True
-    ) -> None:
+    def __init__(self, path: Path, *, after_step: int, logged: bool, validated: bool) -> None:
         """Open the file, without the lines after the step that the run resumes from.
 
         Args:
             path: The file.
             after_step: The step; 0 to begin.
-            logged: Whether the last steps had their line before they were saved; otherwise a line
-                after that step is dropped too.
-            validated: Whether a validation that was due after that step was finished before it was
-                saved; otherwise its line is dropped too.
+            logged: Whether the line of losses at that step was written before the checkpoint;
+                otherwise it is dropped too.
+            validated: Whether the validation after that step was finished before the checkpoint;
+                otherwise its line is dropped too.
 
         Raises:
             RuntimeError: A line before that is damaged, or the file cannot be written.
@@ -137,7 +135,7 @@ class Meter:
         return {"seconds": self.seconds + self._now() - self._clock, "window": [*self._window]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Continue from a result of :meth:`state`."""
         self.seconds = state["seconds"]
         self._window = [(loss, norm) for loss, norm in state["window"]]
 
@@ -183,7 +181,7 @@ def read_gauges(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, l
 def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the first tokens of a batch's longest sequence as a batch, or its first image.
 
-    Of pairs it is the longest first document, beside itself.
+    A pair becomes its first document, the longest one, twice.
     """
     import torch
 
@@ -198,7 +196,7 @@ def few_tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     elif mask is not None:
         row = int(mask.sum(dim=1).argmax())
         start, length = int(mask[row].int().argmax()), int(mask[row].sum())
-    some = inputs[row : row + 1, start : start + min(length, TOKENS)]
+    some = inputs[row : row + 1, start : start + min(length, GAUGED_TOKENS)]
     if f"pair_{name}" not in batch:
         return {name: some}
     mask = some.new_ones(some.shape[:2], dtype=torch.long)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import ask_again, is_local, load_model, vocabulary_size
 from ssmzoo.checkpoints.weights import is_sharded
-from ssmzoo.environment.messages import first_line
-from ssmzoo.family import family_of, load_family, suggestion
+from ssmzoo.environment.messages import first_line, suggestion
+from ssmzoo.family import family_of, load_family
 from ssmzoo.recipe import ModelSection
 from ssmzoo.training.consolidate import load_shards
 
@@ -38,7 +38,7 @@ def build_config(
     """Return the configuration of the model to train, checked against the tokenizer and the task.
 
     ``vocab_size`` is enough for the tokenizer's ids unless the recipe or the preset gives it; the
-    special tokens are the tokenizer's unless the recipe gives them. Of a supervised task come
+    special tokens are the tokenizer's unless the recipe gives them. A supervised task sets
     vocabulary, labels, channels and ``problem_type``; they win over a preset's, and the log says
     so.
 
@@ -53,7 +53,7 @@ def build_config(
 
     import ssmzoo.auto  # noqa: F401
 
-    given = {**section.config, **_fields_of(task, section)}
+    given = {**section.config, **_task_fields(task, section)}
     if section.init_from is not None:
         local = is_local(section.init_from, "model.init_from")
         try:
@@ -69,7 +69,7 @@ def build_config(
             if section.family is not None:
                 config = load_family(section.family).config(section.preset, **given)
             else:
-                config = _known_class(str(section.config_of), section.config, task)(**given)
+                config = _stock_config_class(str(section.config_of), section.config, task)(**given)
         except LookupError as error:
             if " has no field " not in str(error):
                 raise
@@ -94,7 +94,7 @@ def _require_fit(
     tokenizer: PreTrainedTokenizerBase | None,
     task: Supervised | None,
 ) -> None:
-    """Check that a model reads what tokenizer and task give it, and has the task's head."""
+    """Check that a model fits the inputs of tokenizer and task, and has the task's head."""
     from ssmzoo.modeling import SSMForImageClassification
 
     if tokenizer is not None and config.vocab_size < (size := vocabulary_size(tokenizer)):
@@ -161,8 +161,8 @@ def model_class(config: PreTrainedConfig, task: Supervised | None = None) -> typ
     return found[0] if isinstance(found, tuple) else found
 
 
-def _fields_of(task: Supervised | None, section: ModelSection) -> dict[str, object]:
-    """Return the fields of the configuration that a task says, checked against the recipe's."""
+def _task_fields(task: Supervised | None, section: ModelSection) -> dict[str, object]:
+    """Return the fields of the configuration that a task sets, checked against the recipe's."""
     if task is None:
         return {}
     said: dict[str, object] = {}
@@ -200,7 +200,7 @@ def _forecasts(family: str) -> bool:
 
 
 def _only_of_families(task: Supervised | None) -> bool:
-    """Return whether transformers' own models have no head, or no input, for a task."""
+    """Return whether only families of the zoo have the head and the input for a task."""
     known = ("tokens", "images")
     return task is not None and (task.kind not in known or task.objective == "token_regression")
 
@@ -218,10 +218,10 @@ def _heads(task: Supervised | None) -> Any:
     return transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 
-def _known_class(
+def _stock_config_class(
     model_type: str, given: dict[str, object], task: Supervised | None
 ) -> type[PreTrainedConfig]:
-    """Return transformers' configuration class; it would take an unknown field, so we look."""
+    """Return transformers' configuration class, which takes unknown fields: they raise here."""
     from transformers import CONFIG_MAPPING
 
     what = "causal language model"

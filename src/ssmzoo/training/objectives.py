@@ -1,4 +1,4 @@
-"""What a run learns: the model's arguments, the loss and its targets, and the metrics.
+"""The objectives of runs: the model's arguments, the loss and its targets, and the metrics.
 
 The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``evaluate`` and
 ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums over batches and
@@ -34,12 +34,13 @@ class Objective(ABC):
     """The base of all objectives.
 
     Attributes:
-        metric: The one of :meth:`metrics` that says which of two models is better.
+        metric: The one of :meth:`metrics` that ranks models.
         metric_names: Those that ``train.stop_at`` may name.
         test_metrics: Those that are the score of a test split, the most important first.
         loss_name: The loss in words, with its unit.
         options: Arguments of the model that are no tensors.
         independent: Whether a target is an example of its own.
+        sums: How many numbers :meth:`measure` returns.
     """
 
     metric = "loss"
@@ -47,6 +48,7 @@ class Objective(ABC):
     test_metrics: tuple[str, ...] = ("loss",)
     loss_name = "loss in nats per token"
     independent = False
+    sums = 3
 
     @property
     def higher(self) -> bool:
@@ -87,7 +89,7 @@ class Objective(ABC):
         return {}
 
     def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Begin the next step with what :meth:`carried` returned."""
+        """Begin the next step with the states that :meth:`carried` returned."""
         assert not tensors
 
     @abstractmethod
@@ -107,7 +109,7 @@ class Objective(ABC):
         """Return the sums of :meth:`measure` over nothing."""
         import torch
 
-        return torch.zeros(3, dtype=torch.float64, device=device)
+        return torch.zeros(self.sums, dtype=torch.float64, device=device)
 
     def metrics(self, sums: torch.Tensor) -> dict[str, float | int]:
         """Return a validation's metrics from its sums."""
@@ -174,7 +176,7 @@ class CausalLM(Objective):
 
 
 class Labelled(Objective):
-    """Say the labels of a task's examples.
+    """Predict the labels of a task's examples.
 
     Args:
         model: The model, with the task's head.
@@ -253,7 +255,7 @@ class Labelled(Objective):
 
 
 class Classification(Labelled):
-    """Say the class of each sequence, or of each token."""
+    """Classify each sequence, or each token."""
 
     metric = "accuracy"
     test_metrics = ("accuracy",)
@@ -281,18 +283,13 @@ class Regression(Labelled):
 
 
 class Forecast(Regression):
-    """Foretell the values that follow each series; errors are means over steps and channels."""
+    """Forecast the values that follow each series; errors are means over steps and channels."""
 
     metric = "mse"
     metric_names = ("loss", "mse", "mae")
     test_metrics = ("mse", "mae")
     loss_name = "squared error of the forecast and along the series"
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of :meth:`measure` over nothing."""
-        import torch
-
-        return torch.zeros(4, dtype=torch.float64, device=device)
+    sums = 4
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: losses, number of targets, squared and absolute errors."""
@@ -313,13 +310,14 @@ class Forecast(Regression):
 class LabelledLM(Labelled):
     """Predict the next token where the task asks for one.
 
-    Only those columns of a batch get logits, of a model that takes ``logits_to_keep``, and what
-    follows the last of them is not read.
+    If the model takes ``logits_to_keep``, only those columns of a batch get logits. Columns after
+    the last of them are not read.
     """
 
     metric = "accuracy"
     metric_names = ("loss", "accuracy", "exact_match")
     test_metrics = ("exact_match", "accuracy", "loss")
+    sums = 6
 
     def __init__(self, model: nn.Module, task: Supervised) -> None:
         super().__init__(model, task)
@@ -352,12 +350,6 @@ class LabelledLM(Labelled):
         """Return the mean over a part's ``targets``."""
         logits = forward({name: x for name, x in piece.items() if name != "targets"}).logits
         return loss_sum(logits, piece["targets"]) / max(1, targets)  # 0 where nothing counts
-
-    def zeros(self, device: torch.device) -> torch.Tensor:
-        """Return the sums of :meth:`measure` over nothing."""
-        import torch
-
-        return torch.zeros(6, dtype=torch.float64, device=device)
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: of the losses, of hits, targets, and three of examples.
@@ -436,8 +428,8 @@ def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
 def _require_positions(most: int | None, length: int) -> None:
     if most is not None and length > most:
         raise ValueError(
-            "model.config.max_position_embeddings must be at least the length of what the model "
-            f"reads, got {most} and {length} tokens"
+            "model.config.max_position_embeddings must be at least the length of the inputs, "
+            f"got {most} and {length} tokens"
         )
 
 

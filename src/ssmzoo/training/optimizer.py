@@ -19,11 +19,16 @@ def param_groups(
     """Return optimizer groups: the model's own if it declares them, else by the usual rule.
 
     The usual rule: tensors of two dimensions or more decay, vectors and scalars (norms, biases)
-    do not, nor does what is marked ``_no_weight_decay``; frozen parameters are left out.
+    do not, nor do parameters marked ``_no_weight_decay``; frozen parameters are left out.
+
+    Args:
+        model: The model.
+        lr: Of all groups.
+        weight_decay: Of the parameters that decay.
+        groups: By the name of a group, the settings that differ in it.
 
     Raises:
-        LookupError: A group in ``groups``, what differs by the name of a group, that the model does
-            not declare.
+        LookupError: ``groups`` names a group that the model does not declare.
     """
     declared: Callable[..., list[dict[str, Any]]] | None = getattr(model, "param_groups", None)
     if declared is not None:

@@ -23,14 +23,11 @@ from ssmzoo.training.distributed import (
     separate_state,
 )
 from ssmzoo.training.folder import RunFolder
-from ssmzoo.training.optimizer import make_optimizer, param_groups
 from ssmzoo.training.stopping import Stopped, StopRequest
 from ssmzoo.training.trackers import finish_trackers, require_trackers
 from ssmzoo.training.trainer import Run
 
 logger = logging.getLogger("ssmzoo")
-
-__all__ = ["make_optimizer", "param_groups", "train"]
 
 
 def train(
@@ -67,9 +64,8 @@ def train(
             ``model``, ``data`` and ``train`` only these may differ from the recipe that the run
             began with: ``train.steps``, ``train.tokens``, ``train.epochs``, ``train.stop_at``,
             ``train.accumulate``, ``train.gradient_checkpointing``,
-            ``train.sequence_parallel``, ``data.workers``, and where the
-            data lies, and ``model.stock``. What differs is listed in ``run.json`` under
-            ``changes``.
+            ``train.sequence_parallel``, ``data.workers``, ``model.stock``, and the place of the
+            data. The differences are listed in ``run.json`` under ``changes``.
         overrides: ``section.field=value``; they win over the recipe.
         stock: Set the recipe's ``model.stock``.
 
@@ -77,7 +73,7 @@ def train(
         LookupError: A recipe, field, family, data set or tokenizer that does not exist.
         ValueError: A wrong value in the recipe, or data that cannot be used.
         RuntimeError: The machine: a folder in use or not writable, a damaged checkpoint, too little
-            memory, too many open files, a launcher that did not start what it should, another
+            memory, too many open files, a launcher that started too few processes, another
             process that ended, a loss that is not finite.
         Stopped: A signal told the run to stop, and it is saved.
     """
@@ -90,7 +86,7 @@ def train(
     except ImportError as error:
         raise missing("training needs accelerate", "train", error) from error
     require_trackers(chosen.log.trackers or ())
-    with request.heard(), few_files(), separate_state():
+    with request.handled(), few_files(), separate_state():
         return _train(chosen, Path(output_dir).expanduser().absolute(), resume, request)
 
 
@@ -99,7 +95,7 @@ def _train(recipe: Recipe, folder: Path, resume: bool, request: StopRequest) -> 
 
     if not is_utf8(str(folder)):
         raise ValueError(f"output_dir must be a path in UTF-8, got {str(folder)!a}")
-    # the processes may have joined for more than this run
+    # a process group that the caller made stays
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
     accelerator = make_accelerator(recipe, folder)
     alone = accelerator.num_processes == 1

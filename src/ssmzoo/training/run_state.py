@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ssmzoo.checkpoints.weights import SHARDS
 from ssmzoo.recipe import Recipe
@@ -53,7 +53,7 @@ class Progress:
     meter: Meter = field(default_factory=Meter)
 
     def best_step(self, recipe: Recipe) -> int | None:
-        """Return the step whose checkpoint is kept for its validation."""
+        """Return the step whose checkpoint is kept as the best, None if none is."""
         return int(self.best["step"]) if self.best is not None and recipe.checkpoint.best else None
 
     def lacks_last_validation(self, total: int) -> bool:
@@ -74,7 +74,7 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any], recipe: Recipe, root: Path) -> None:
-        """Continue from what :meth:`state` returned; ``root`` holds the run's checkpoints."""
+        """Continue from a result of :meth:`state`; ``root`` holds the run's checkpoints."""
         self.step, self.tokens, self.best = state["step"], state["tokens"], state["best"]
         self.validation_due, self.validated = state["validation_due"], state["validated"]
         self.meter.restore(state)
@@ -86,18 +86,6 @@ class Progress:
         self.stopped = stop is not None and state["stopped"] == stop.model_dump()
 
 
-class Gathered(NamedTuple):
-    """The content of a checkpoint that is not written yet.
-
-    Attributes:
-        write_part: Writes this process's tensors, together with those of a group.
-        write_rest: Writes the other files; the first process calls it.
-    """
-
-    write_part: Callable[[Path, Any], None]
-    write_rest: Callable[[Path], None]
-
-
 def gather(
     learner: Learner,
     progress: Progress,
@@ -105,10 +93,14 @@ def gather(
     position: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     image_processor: Mapping[str, Any] | None,
-) -> Gathered:
+) -> tuple[Callable[[Path, Any], None], Callable[[Path], None]]:
     """Gather the content of a checkpoint; all processes must call this.
 
     Each copies the tensors that it writes into the CPU's memory, no others.
+
+    Returns:
+        A function that writes this process's tensors into a folder, together with a group's other
+        processes, and one that writes the other files, for the first process to call.
     """
     from accelerate.utils import gather_object
 
@@ -144,7 +136,7 @@ def gather(
             )
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
-    return Gathered(lambda folder, group: snapshot.write(folder / SHARDS, group), write_rest)
+    return lambda folder, group: snapshot.write(folder / SHARDS, group), write_rest
 
 
 def restore_run(
@@ -154,7 +146,7 @@ def restore_run(
     recipe: Recipe,
     source: RowSource[Any],
 ) -> None:
-    """Continue from a checkpoint; of what is sharded, each process reads its own parts alone.
+    """Continue from a checkpoint; of sharded tensors, each process reads only its own parts.
 
     Raises:
         RuntimeError: Another number of processes, of a run that carries states.

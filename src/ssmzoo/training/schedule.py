@@ -141,7 +141,7 @@ class Schedule:
         }
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Continue after a step from what :meth:`state` returned."""
+        """Continue after a step from a result of :meth:`state`."""
         self._step, self.rate, self._factor = step, state["rate"], state["factor"]
         self._best, self._bad = state["plateau"]
         self._loss_sum, self._losses = state["drop"]

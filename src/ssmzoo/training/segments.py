@@ -52,7 +52,7 @@ class SegmentedLM(CausalLM):
     def pieces(self, part: Rows) -> list[list[dict[str, torch.Tensor]]]:
         """Return the segments of some rows: all in one piece, or each in its own."""
         count = self._segments.count
-        segments = [columns_of(part, *_columns(part, i, count)) for i in range(count)]
+        segments = [columns_of(part, *_span_of(part, i, count)) for i in range(count)]
         return [segments] if self._segments.gradients == "keep" else [[s] for s in segments]
 
     def loss_of(
@@ -103,7 +103,7 @@ class SegmentedLM(CausalLM):
         }
 
     def carry_on(self, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Begin the next step with what :meth:`carried` returned."""
+        """Begin the next step with the states that :meth:`carried` returned."""
         from ssmzoo.modeling import StateCache
 
         for key, state in tensors.items():
@@ -113,7 +113,7 @@ class SegmentedLM(CausalLM):
 
 
 class SequenceParallelLM(CausalLM):
-    """Predict the next token in rows of which this process reads a piece, others the rest.
+    """Predict the next token in rows that several processes read, a piece each.
 
     Args:
         model: A language model of the zoo, or one of transformers on our kernels.
@@ -164,8 +164,8 @@ class SequenceParallelLM(CausalLM):
         return sums
 
     def _columns(self, part: Rows) -> tuple[int, int]:
-        """Return the first column of this process's piece, and how many it has."""
-        return _columns(part, self._place, self._count)
+        """Return the first column of this process's piece, and its width."""
+        return _span_of(part, self._place, self._count)
 
     def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of a piece."""
@@ -179,15 +179,15 @@ class SequenceParallelLM(CausalLM):
         return forward(batch, **{CACHE: cache}, use_cache=True).logits[0]
 
 
-def _columns(part: Rows, place: int, count: int) -> tuple[int, int]:
-    """Return the first column of a piece and how many it has; the last one takes what is over."""
+def _span_of(part: Rows, place: int, count: int) -> tuple[int, int]:
+    """Return the first column of a piece and its width; the last piece has the remainder too."""
     length = part.input_ids.shape[1]
     begin = place * (length // count)
     return begin, length - begin if place == count - 1 else length // count
 
 
 def columns_of(part: Rows, begin: int, width: int) -> dict[str, torch.Tensor]:
-    """Return some columns of rows, end to end: tokens, targets, boundaries, and who goes on."""
+    """Return some columns of rows, end to end: tokens, targets, boundaries, continued rows."""
     import torch
 
     from ssmzoo.modeling import packed_piece
@@ -210,7 +210,7 @@ def share_of_carried(
     """Return the states that a process carries on, cut anew where micro-batches changed in size.
 
     Args:
-        by_process: What :meth:`SegmentedLM.carried` returned.
+        by_process: The results of :meth:`SegmentedLM.carried`.
         rank: The process.
         accumulate: Its micro-batches a step.
     """

@@ -1,8 +1,8 @@
 """Tensors in shards: each process of a run writes its shard, and reads its parts of any shards.
 
 The files are those of ``torch.distributed.checkpoint``'s Hugging Face storage: safetensors, one a
-process, whose header says where in each tensor its parts lie. What is written are copies in the
-CPU's memory, so that training goes on meanwhile.
+process, whose header says where in each tensor its parts lie. Copies in the CPU's memory are
+written, so that training goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_all(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def share_of(
-    tensors: Tensors, rank: int, count: int, buffers: Container[str] = ()
+    tensors: Tensors, rank: int, count: int, buffers: Container[str]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a process's shard: its own ``DTensor`` parts, a share of the others.
 
@@ -138,7 +138,7 @@ class Snapshot(DefaultSavePlanner):
     """A process's share of the tensors of a checkpoint, copied as they are now.
 
     Args:
-        tensors: What this process writes.
+        tensors: The tensors that this process writes.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -242,7 +242,7 @@ def _write_together(
     """Let the processes of a group write into a folder that the first one makes and names.
 
     Raises:
-        Exception: What ``save_folder`` raised, or the first error of a part, in every process.
+        Exception: The error of ``save_folder``, or the first one of a part, in every process.
     """
     main = group is None or distributed.get_rank(group) == 0
     begun: list[Path | None] = []

@@ -38,13 +38,13 @@ class Step(NamedTuple):
     """The batch of an optimizer step, in micro-batches."""
 
     parts: list[list[Any]]  # the pieces of each micro-batch
-    targets: list[int]  # what each micro-batch's loss is a mean over
+    targets: list[int]  # of each micro-batch; its loss is their mean
     tokens: int  # of this process
     position: dict[str, Any]  # of the data, after this step
 
 
 class Learner:
-    """A model with what trains it: objective, optimizer and learning rates.
+    """A model with its objective, optimizer and learning rates.
 
     Args:
         processes: The processes that train it together.
@@ -59,7 +59,7 @@ class Learner:
         bare: The model itself.
         architecture: The name of its class, which sharding changes.
         adapter: The states that the model starts from, where these are trained.
-        recurrent: By name, what each recurrent layer of a transformers model runs on.
+        recurrent: By name, the kernels of each recurrent layer of a transformers model.
 
     Raises:
         LookupError: No such weights, or parameter group.
@@ -172,7 +172,7 @@ class Learner:
         """Update the model by a step: forward, backward, clip, optimizer, projection, rates.
 
         Args:
-            step: What :meth:`read` gave.
+            step: The result of :meth:`read`.
             total: The step's targets over all processes.
         """
         import torch

@@ -1,4 +1,4 @@
-"""Stopping a run by a signal, where none of its work is lost."""
+"""Stop a run at a signal without losing its work."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Hear the signals inside; afterwards they do again what they did before.
+    def handled(self) -> Iterator[None]:
+        """Handle the signals inside; afterwards the handlers from before are back.
 
-        Only the main thread can hear them. A signal that the process ignores stays ignored. One
+        Only the main thread can handle them. A signal that the process ignores stays ignored. One
         that came too late to be obeyed is sent again at the end.
         """
         if threading.current_thread() is threading.main_thread():
@@ -69,7 +69,7 @@ class StopRequest:
                 before = signal.getsignal(number)
                 if before not in (None, signal.SIG_IGN):
                     self._before[number] = before
-                    signal.signal(number, self._hear)
+                    signal.signal(number, self._handle)
         try:
             yield
         finally:
@@ -96,13 +96,13 @@ class StopRequest:
         """Return 1 for the signal that came, 0 for the others of :data:`SIGNALS`."""
         return [int(number == self.signal) for number in SIGNALS]
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal, self._came = number, time.monotonic()
             if self._at_once:
                 raise Stopped(number)
-        # the system repeats SIGXCPU every second; a launcher passes signals on that its processes
-        # have already, and kills slow ones
+        # the system repeats SIGXCPU every second; a launcher passes on signals that its
+        # processes already have, and kills slow ones
         elif (
             number != signal.SIGXCPU
             and "WORLD_SIZE" not in os.environ
@@ -117,6 +117,6 @@ class StopRequest:
         self._before.clear()
 
 
-def told_by(flags: list[int]) -> int | None:
-    """Return the signal that :meth:`StopRequest.flags`, summed over processes, tell of."""
+def signal_of(flags: list[int]) -> int | None:
+    """Return the first signal in :meth:`StopRequest.flags` that are summed over processes."""
     return next((number for number, count in zip(SIGNALS, flags, strict=True) if count), None)

@@ -1,6 +1,6 @@
 """The loop of a training run: steps, log lines, validations, checkpoints, on any processes.
 
-- The objective says what is learned and measured, the learner takes a step; the loop calls them.
+- The objective defines loss and metrics, the learner takes a step; the loop calls both.
 - The loss of a step is the mean over all its targets, whatever their split into micro-batches and
   processes.
 - Losses stay on the device between log lines; a NaN is therefore noticed at the next line, always
@@ -30,7 +30,7 @@ from ssmzoo.training.metrics import finite
 from ssmzoo.training.model import build_config
 from ssmzoo.training.schedule import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
-from ssmzoo.training.stopping import Stopped, StopRequest, told_by
+from ssmzoo.training.stopping import Stopped, StopRequest, signal_of
 from ssmzoo.training.trackers import start_trackers, track_picture
 from ssmzoo.training.validation import (
     Metrics,
@@ -60,7 +60,7 @@ class Run:
         folder: Where everything is written.
         source: The kind of data that the recipe names.
         data: This process's share of it.
-        plan: What happens after which step.
+        plan: The run in steps.
         learner: Model, objective, optimizer and schedule.
         progress: How far the run is.
         finished: Whether the model is written.
@@ -81,7 +81,7 @@ class Run:
         processes = self.processes = Processes(accelerator, request)
         self._join_processes()
         checkpoint = processes.on_main(lambda: folder.starting_point(recipe, resume=resume))
-        processes.require_shared(folder.path)
+        processes.require_shared_folder(folder.path)
         done = 0 if checkpoint is None else step_of(checkpoint)
         require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         source = self.source = processes.main_first(lambda: data_source(recipe))
@@ -120,7 +120,7 @@ class Run:
         if recipe.adapter is not None and processes.count > 1:
             raise ValueError(
                 f"adapter needs one process, got {processes.count}; a state adapter is small, and "
-                "so is what it trains on"
+                "so is its data"
             )
         processes.share_rows(recipe.train.sequence_parallel)
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
@@ -150,7 +150,7 @@ class Run:
             with self._background:
                 self._loop()
         best = self.progress.best_step(self.recipe)
-        final = self.processes.on_main(lambda: self.folder.final(best))
+        final = self.processes.on_main(lambda: self.folder.final_checkpoint(best))
         test, lengths = self._test(final)
         self.processes.on_main(lambda: self._finish(final, test, lengths))
         self.finished = True
@@ -161,29 +161,28 @@ class Run:
         progress.meter.start(progress.tokens)
         self._saved = time.monotonic()
         self.processes.stop_if_told()
-        if progress.step == plan.total:  # and was not when the checkpoint was saved
+        if progress.step == plan.total:  # a resume may have brought the end forward
             self._log_rest()
         if progress.validation_due:
             with progress.meter.paused():
                 position = self.data.train.position()
-                self._validate_and_save(position, validates=True, saves=True, told=None)
+                self._validate_and_save(position, True, True, None)
         remaining = 0 if progress.stopped else plan.total - progress.step
         for read in _ahead(lambda: self.learner.read(self.data.train), remaining):
             *flags, save_due = self.take_step(read)
-            told, step = told_by(flags), progress.step
+            signal, step = signal_of(flags), progress.step
             last = step == plan.total
             logs = step % recipe.log.every == 0 or last
-            validates = step % plan.evaluate_every == 0 or last
-            validates = validates and bool(self.data.validation)
+            validates = bool(self.data.validation) and (step % plan.evaluate_every == 0 or last)
             every = plan.save_every
             saves = (every is not None and step % every == 0) or last or bool(save_due)
-            if not (logs or validates or saves or told):
+            if not (logs or validates or saves or signal):
                 continue
             self._collect()
             if logs:
                 self._log_losses(read)
             with progress.meter.paused():
-                self._validate_and_save(read.position, validates=validates, saves=saves, told=told)
+                self._validate_and_save(read.position, validates, saves, signal)
             if progress.stopped:
                 break
 
@@ -191,7 +190,7 @@ class Run:
         """Take a step and count it.
 
         Returns:
-            What all processes request, summed. Several processes are asked before the step, so
+            The requests of all processes, summed. Several processes are asked before the step, so
             that all act after the same one.
         """
         total: Any = sum(read.targets)
@@ -217,7 +216,7 @@ class Run:
         return [*self.processes.request.flags(), int(due and self.processes.main)]
 
     def _validate_and_save(
-        self, position: dict[str, Any], *, validates: bool, saves: bool, told: int | None
+        self, position: dict[str, Any], validates: bool, saves: bool, signal: int | None
     ) -> None:
         """Validate and save after a step, if that is due, and stop if told to.
 
@@ -227,20 +226,20 @@ class Run:
         """
         progress = self.progress
         progress.validation_due = validates
-        if validates and told is None:
+        if validates and signal is None:
             try:
                 best = self._validate()
                 saves = saves or progress.stopped or (best and self.recipe.checkpoint.best)
             except Stopped as stopped:
-                told = stopped.signal
-        if saves or told:
+                signal = stopped.signal
+        if saves or signal:
             self.save(position)
-        if told is None and (validates or saves):
-            told = self.processes.told()
-            if told and not saves:
+        if signal is None and (validates or saves):
+            signal = self.processes.requested_signal()
+            if signal and not saves:
                 self.save(position)
-        if told is not None:
-            raise Stopped(told)
+        if signal is not None:
+            raise Stopped(signal)
 
     def _collect(self) -> None:
         """Count the tokens since the last line, and stop where a loss was not finite."""
@@ -359,7 +358,7 @@ class Run:
 
 
 def _facts(run: Run) -> dict[str, Any]:
-    """Return what ``run.json`` tells of a run beside recipe, data, time and versions."""
+    """Return the facts of a run for ``run.json`` beside recipe, data, time and versions."""
     from ssmzoo_kernels.machine import environment, hardware
 
     accelerator = run.processes.accelerator

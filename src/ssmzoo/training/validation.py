@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ssmzoo")
 
-Metrics: TypeAlias = dict[str, float | int | None]  # None for what is no finite number
+Metrics: TypeAlias = dict[str, float | int | None]  # None where it is not finite
 
 
 def evaluate_parts(
@@ -51,7 +51,7 @@ def evaluate_parts(
     learner.model.train()
     sums = processes.sum(sums)
     if not sums.any():
-        raise ValueError("what is held out must have something to predict, got none")
+        raise ValueError("the held-out data must have something to predict, got none")
     return objective.metrics(sums)
 
 
