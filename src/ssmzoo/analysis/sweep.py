@@ -36,12 +36,12 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
-from ssmzoo.analysis.places import require_place
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.documents import documents_of
 from ssmzoo.data.sources import DataSource, data_source, json_digest, without_places
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.places import require_writable
 from ssmzoo.files import CannotWriteError, read_json, write_json
 from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import SUPERVISED_TASKS, length_argument, task_arguments
@@ -104,7 +104,7 @@ def sweep(
     planned = chosen.runs()
     wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
-    require_place(output, "output_dir")
+    require_writable(output, "output_dir")
     if not train and not (output / "runs").is_dir() and not (output / "ledger.csv").is_file():
         raise ValueError(f"{output} holds neither runs nor a ledger; without --table it is trained")
     problems = Problems()
