@@ -194,7 +194,7 @@ def examine_model(
 
 
 def _memory(network: Any) -> dict[str, Any]:
-    """Return the decoding speed that memory bandwidth allows if each token reads every weight once."""
+    """Return the decoding speed that bandwidth allows: a token reads every weight once."""
     from torch import nn
 
     from ssmzoo_kernels.machine import multiplies_bfloat16, read_bandwidth

@@ -103,8 +103,8 @@ def publish(
             Models of transformers' own have none to send.
         include_state: Send ``state.safetensors`` along, a prompt that
             ``PromptState.save_pretrained`` wrote into the model folder, tokens included. The model
-            is loaded to check that it continues from it. A reader downloads the repository and calls
-            :func:`ssmzoo.modeling.load_state`.
+            is loaded to check that it continues from it. A reader downloads the repository and
+            calls :func:`ssmzoo.modeling.load_state`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
         private: Create the repository private. An existing one that is public is refused.
         revision: The branch to commit to, created if absent; the main branch if None.
