@@ -121,7 +121,7 @@ cards: $(INSTALLED) ## Render the cards in model_cards/ again, and one for each 
 	done
 
 pages: $(INSTALLED) ## Write the tables of docs/speed.md, eval/papers.md and eval/zoo.md from committed results
-	$(PY) eval/pages.py
+	$(PY) eval/programs/pages.py
 
 site: $(INSTALLED) ## Build the site of all pages into build/site
 	$(PY) eval/site/build.py

@@ -149,13 +149,6 @@ def require_name(target: Path, argument: str = "the output") -> None:
         raise ValueError(f"{argument} must end in a name of its own, got {str(target)!r}")
 
 
-def existing_part(folder: Path) -> Path:
-    """Return the folder, or else the nearest of those around it that is there."""
-    while not os.path.lexists(folder):
-        folder = folder.parent
-    return folder
-
-
 def make_folder_of(target: Path) -> None:
     """Make the folder that a file goes into, where there is none.
 

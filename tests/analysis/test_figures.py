@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import pages
+import papers
 import pytest
-from programs import papers
-from programs.papers import (
-    PaperRow,
-    PaperTable,
-    counted,
-    rows_of,
-    whole_table,
-    word,
-)
+from papers import PaperRow, PaperTable, counted, rows_of, whole_table, word
 
 from ssmzoo.analysis.sweep_plan import load_sweep
 from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore
@@ -26,37 +19,29 @@ FAMILIES = ("coffee", "dss", "rtf")  # of the papers' tables
 
 
 @pytest.fixture(scope="module")
-def pages():
-    spec = importlib.util.spec_from_file_location("pages", ROOT / "eval" / "pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def zoo():
     return load_sweep("zoo")
 
 
 @pytest.fixture(scope="module")
-def committed(pages):
+def committed():
     return {entry.path.stem: entry for entry in pages.results()}
 
 
 @pytest.mark.long
-def test_the_tables_of_the_pages_are_what_was_measured(pages):
+def test_the_tables_of_the_pages_are_what_was_measured():
     for page in pages.pages():
         assert pages.rendered(page) == page.read_text(encoding="utf-8"), f"{page}: run make pages"
     marked = [re.findall(r"<!-- table: (\S+) -->", p.read_text()) for p in pages.pages()]
     assert sorted(name for names in marked for name in names) == ["papers", "speed", "zoo"]
 
 
-def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(pages, zoo):
+def test_every_problem_of_the_zoo_stands_in_one_of_its_tables(zoo):
     shown = [problem for problems in pages.ZOO.values() for problem in problems]
     assert sorted(shown) == sorted(zoo.problems)
 
 
-def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages, zoo):
+def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(zoo):
     cells = len(zoo.models) * len(zoo.problems)
     none = dict.fromkeys(("lr", "seed", "metric", "value", "validation", "note"))
     place = {**none, "problem": "parity", "model": "s4", "width": 64, "length": 40}
@@ -77,7 +62,7 @@ def test_the_zoos_tables_have_what_was_searched_and_what_could_not_be_run(pages,
     assert "cost" not in pages.zoo_tables(zoo, lines[:1])
 
 
-def test_a_number_typed_by_hand_into_a_table_is_replaced(pages, tmp_path):
+def test_a_number_typed_by_hand_into_a_table_is_replaced(tmp_path):
     page = tmp_path / "speed.md"
     text = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
     page.write_text(re.sub(r"\| Longhorn \| [\d,]+", "| Longhorn | 99,999", text))
@@ -92,7 +77,7 @@ def speed_row(variant, kind, *, runs="1", memory="", **more):
     }  # fmt: skip
 
 
-def test_the_speed_table_shows_median_and_range_and_both_mamba_paths(pages):
+def test_the_speed_table_shows_median_and_range_and_both_mamba_paths():
     table = pages.speed(
         [
             speed_row("dss", "train L=2048", runs="3", memory="12.3"),
@@ -303,7 +288,7 @@ def test_a_file_that_is_no_list_of_tables_is_refused(text, tmp_path, monkeypatch
         papers.papers()
 
 
-def test_a_comparison_has_models_by_problems_and_lengths(pages):
+def test_a_comparison_has_models_by_problems_and_lengths():
     ledger = [line_of(seed, value) for seed, value in enumerate((0.9, 0.1, 0.2))]
     ledger += [line_of(0, 0.25, validation=0.9, length=16), line_of(0, 0.75, lr=0.2)]
     ledger += [

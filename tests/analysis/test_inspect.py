@@ -468,7 +468,7 @@ def test_inspect_does_not_overwrite_foreign_folders(tmp_path):
     ):
         with pytest.raises(ValueError, match=answer):
             inspect_model("longhorn", tmp_path / name)
-    with pytest.raises(RuntimeError, match="is no folder to write into"):
+    with pytest.raises(RuntimeError, match="cannot be written: Not a directory"):
         inspect_model("longhorn", tmp_path / "file" / "below")
     assert (tmp_path / "full" / "thesis.tex").read_text() == "mine"
 

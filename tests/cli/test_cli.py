@@ -419,7 +419,7 @@ def test_names_may_stand_behind_several_options(fails):
         assert getattr(parser.parse_args(line.split()), field) == ["model=a", "seed=0", "seed=1"]
     assert parser.parse_args(["eval", "m"]).tasks == []
     told = fails("generate", "m", "--", "x", "--seed")
-    assert "--seed stands behind --, where all is text" in told
+    assert "--seed stands behind --" in told
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The model to look at, loaded or untrained, and the reference sequences that it reads."""
+"""The model to examine, loaded or untrained, and the reference sequences that it reads."""
 
 from __future__ import annotations
 
@@ -62,9 +62,8 @@ def load_backbone(
 ) -> LoadedBackbone:
     """Return the backbone of a folder, a Hub id, ``family`` (tiny) or ``family:preset``.
 
-    It reads tokens or values. Saved weights have the given dtype, untrained ones that of the
-    configuration. transformers' recurrent models run on our kernels, unless they are to stay
-    ``stock``.
+    It reads tokens or values. Saved weights get the given dtype, untrained ones the
+    configuration's. transformers' recurrent models run on our kernels unless ``stock``.
 
     Raises:
         LookupError: There is no such model, family or preset.
@@ -99,7 +98,7 @@ def load_backbone(
 
 
 class _AsSaved:
-    """An Auto class for the class that a model was saved as: its head has a place there, too."""
+    """An Auto class that loads a model as the class it was saved as, with its head."""
 
     @staticmethod
     def from_pretrained(model: str | Path, **options: Any) -> Any:
@@ -155,8 +154,7 @@ def given_ids(loaded: LoadedBackbone, rows: Sequence[Sequence[int]]) -> Tensor:
         ValueError: No ids, rows of different lengths, an id the model does not know, or a model of
             values.
     """
-    if loaded.channels is not None:
-        raise ValueError("ids must be left out: this model takes values, not tokens")
+    _require_tokens(loaded, "ids")
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1 or not lengths[0]:
         raise ValueError(f"ids must be rows of one length of at least 1, got lengths {lengths}")
@@ -173,8 +171,7 @@ def text_tokens(loaded: LoadedBackbone, source: str, text: str | Path) -> Tensor
     Raises:
         ValueError: No such text, a model of values, or a tokenizer that does not fit the model.
     """
-    if loaded.channels is not None:
-        raise ValueError("text must be left out: this model takes values, not tokens")
+    _require_tokens(loaded, "text")
     files = expand([str(text)], "text")
     words = "".join(content for _, content in read_files("text", files, "text", skip_binary=False))
     tokenizer = _tokenizer(loaded, source)
@@ -185,6 +182,11 @@ def text_tokens(loaded: LoadedBackbone, source: str, text: str | Path) -> Tensor
             f"{loaded.vocab_size}: they do not belong together; leave text out for random tokens"
         )
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _require_tokens(loaded: LoadedBackbone, argument: str) -> None:
+    if loaded.channels is not None:
+        raise ValueError(f"{argument} must be left out: this model takes values, not tokens")
 
 
 def _tokenizer(loaded: LoadedBackbone, source: str) -> PreTrainedTokenizerBase:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ssmzoo.analysis.places import require_place
+from ssmzoo.environment.places import require_writable
 from ssmzoo.files import write_text
 
 HIDDEN, LAYERS, STATE, BATCH, VOCABULARY = 256, 4, 16, 4, 1000
@@ -388,7 +388,7 @@ def _target(output: Path, slug: str) -> Path:
             "output must be a .csv file in a folder that is there, or a folder, got "
             f"{str(output)!r}"
         )
-    require_place(path.parent, "output")
+    require_writable(path.parent, "output")
     if path.exists():
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             columns = next(csv.reader(file), [])

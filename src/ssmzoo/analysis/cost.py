@@ -1,6 +1,6 @@
 """A model's costs: parameters, bytes of the state, operations per token.
 
-For any model of transformers, whatever it calls its cache.
+They are measured for any model of transformers, under any name of its cache.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def flops_per_token(
     """Return a forward pass's operations per token, as torch's counter sees them.
 
     ``inputs`` are the model's arguments, one sequence of that length; None stands for tokens. It
-    counts matrix products, attention (all scores that are computed, hidden ones among them) and
-    convolutions; recurrences and elementwise work are not among them.
+    counts matrix products, attention (all scores that are computed, masked ones included) and
+    convolutions, but neither recurrences nor elementwise work.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,4 @@
-"""Facts for people and for JSON: installed families, one family, a preset, a saved model."""
+"""Facts of the installed families, of one family, a preset or a saved model."""
 
 from __future__ import annotations
 

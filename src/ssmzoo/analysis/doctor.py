@@ -94,6 +94,17 @@ class _Layer:
     reading: list[tuple[str, str]] = field(default_factory=list)
     stepping: list[tuple[str, str]] = field(default_factory=list)
 
+    def facts(self, device: str) -> dict[str, Any]:
+        """Return the layer's entry in the report."""
+        return {
+            "layer": self.index,
+            "mixer": self.mixer,
+            "read": _backends(self.reading),
+            "step": _backends(self.stepping),
+            "hints": _hints({*self.reading, *self.stepping}, device),
+            "stock": self.stock,
+        }
+
 
 def examine_model(
     model: str | Path,
@@ -179,22 +190,12 @@ def examine_model(
             name: None if seconds is None else round(count / seconds)
             for name, (count, seconds) in tokens.items()
         },
-        "layers": [
-            {
-                "layer": layer.index,
-                "mixer": layer.mixer,
-                "read": _backends(layer.reading),
-                "step": _backends(layer.stepping),
-                "hints": _hints({*layer.reading, *layer.stepping}, place.type),
-                "stock": layer.stock,
-            }
-            for layer in layers
-        ],
+        "layers": [layer.facts(place.type) for layer in layers],
     }
 
 
 def _memory(network: Any) -> dict[str, Any]:
-    """Return the decoding speed that bandwidth allows: every weight is read once a token."""
+    """Return the decoding speed that bandwidth allows: a token reads every weight once."""
     from torch import nn
 
     from ssmzoo_kernels.machine import multiplies_bfloat16, read_bandwidth

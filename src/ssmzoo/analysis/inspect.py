@@ -25,7 +25,7 @@ from ssmzoo.analysis.measure import (
     measure_layers,
 )
 from ssmzoo.analysis.pictures import PICTURES, draw_pictures, require_matplotlib
-from ssmzoo.analysis.places import require_ours, require_place
+from ssmzoo.environment.places import require_ours, require_writable
 from ssmzoo.files import require_name, write_folder, write_json
 
 REPORT = "inspection.json"
@@ -85,7 +85,7 @@ def inspect_model(
     target = Path(output_dir).expanduser().absolute()
     require_matplotlib()  # before minutes of measuring
     require_ours(target, (REPORT, *PICTURES), "output_dir", "an earlier inspection")
-    require_place(target.resolve().parent, "output_dir")
+    require_writable(target.resolve().parent, "output_dir")
     loaded = load_backbone(str(model), seed=seed, device=device, stock=stock)
     if ids is not None:
         inputs = given_ids(loaded, ids)

@@ -16,7 +16,7 @@ from ssmzoo.recipe import HIGHER_IS_BETTER
 Line: TypeAlias = dict[str, Any]
 Cell: TypeAlias = tuple[str, str, int | None]  # problem, model and width
 
-# with the types of their values
+# by column, the type of its values
 COLUMNS: dict[str, type] = {
     **{"problem": str, "model": str, "width": int, "lr": float, "seed": int},
     **{"length": int, "metric": str, "validation": float, "value": float, "last": float},
@@ -99,9 +99,9 @@ def by_length(lines: list[Line]) -> dict[int, list[Line]]:
     return found
 
 
-def spread(lines: list[Line], column: str = "value") -> tuple[float, float, float]:
-    """Return mean, least and greatest of a column over lines, the seeds of one rate and length."""
-    values = [line[column] for line in lines]
+def spread(lines: list[Line]) -> tuple[float, float, float]:
+    """Return mean, least and greatest score of lines, the seeds of one rate and length."""
+    values = [line["value"] for line in lines]
     return sum(values) / len(values), min(values), max(values)
 
 
@@ -159,9 +159,9 @@ def shown_scores(lines: list[Line], length: int) -> str:
 def draw_problem(lines: list[Line], target: Path) -> None:
     """Draw one problem: every model at its best rate, and its score over the bytes of its state.
 
-    On the left means over seeds, from the least to the greatest, at the training length (full) and
-    at the others (hollow); on the right the former against the state of one sequence. Models whose
-    state could not be counted are on the left only.
+    On the left are means over seeds with bars from the least to the greatest, at the training
+    length (full) and at the others (hollow). On the right are those at the training length, against
+    the state of one sequence; models whose state could not be counted are missing there.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """Kernels, effective memory, poles, time steps, decay and state of every layer.
 
-A mixer that offers ``dynamics()`` is asked; of any other the impulse response is measured, as the
-derivative of its output with respect to its inputs. Either way at the inputs that the mixer gets
-when the model reads some reference sequences.
+A mixer with ``dynamics()`` states its kernels. For any other the impulse response is measured, as
+the derivative of its output with respect to its inputs. Both are taken at the inputs that the mixer
+gets while the model reads some reference sequences.
 
 Dimensions: B sequences, L length, D hidden, C channels, K lags, P rows of poles, N state.
 """
@@ -179,7 +179,7 @@ def _mixers(model: PreTrainedModel) -> dict[int, Any]:
 
 
 def _others(model: PreTrainedModel) -> dict[int, str]:
-    """Return the layers of transformers' models that are more, or other, than recurrent."""
+    """Return the kinds of transformers' layers that are not, or not only, recurrent."""
     if isinstance(model, SSMModel):
         return {}
     kinds = model.config.get_text_config(decoder=True).layer_types
@@ -230,7 +230,7 @@ def measured_response(
 class _MixerCalls:
     """The inputs of some layers' mixers while the model reads all sequences, or copies of one.
 
-    Copies are read again where layers share values, which may have any form.
+    Copies are read again where layers share values, since these may have any form.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: Tensor, mixers: dict[int, Any]) -> None:
@@ -290,7 +290,7 @@ def as_arguments(model: PreTrainedModel, inputs: Tensor) -> dict[str, Any]:
 def cache_after(
     model: PreTrainedModel, inputs: Tensor
 ) -> tuple[str, Cache | None, int | None, str | None]:
-    """Return a cache's keyword, the cache after some inputs, its bytes, or None and why."""
+    """Return a cache's keyword, the cache after some inputs, its bytes (or None) and the reason."""
     own = isinstance(model, SSMModel)
     try:
         output = model(**as_arguments(model, inputs), use_cache=True)

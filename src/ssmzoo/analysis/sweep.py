@@ -36,12 +36,12 @@ from ssmzoo.analysis.ledger import (
     read_ledger,
     write_ledger,
 )
-from ssmzoo.analysis.places import require_place
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.documents import documents_of
 from ssmzoo.data.sources import DataSource, data_source, json_digest, without_places
 from ssmzoo.environment.hardware import installed_versions
 from ssmzoo.environment.messages import first_line
+from ssmzoo.environment.places import require_writable
 from ssmzoo.files import CannotWriteError, read_json, write_json
 from ssmzoo.recipe import Recipe, load_recipe, read_sections
 from ssmzoo.tasks import SUPERVISED_TASKS, length_argument, task_arguments
@@ -104,7 +104,7 @@ def sweep(
     planned = chosen.runs()
     wanted = selected(chosen, planned, only or {})
     output = Path(output_dir)
-    require_place(output, "output_dir")
+    require_writable(output, "output_dir")
     if not train and not (output / "runs").is_dir() and not (output / "ledger.csv").is_file():
         raise ValueError(f"{output} holds neither runs nor a ledger; without --table it is trained")
     problems = Problems()
@@ -154,7 +154,7 @@ def find_unsupported(runs: Iterable[PlannedRun], problems: Problems | None = Non
 def searched_lines(chosen: Sweep, ledger: Path) -> list[Line]:
     """Return a ledger's unsupported pairs, and the lines of all cells whose search is finished.
 
-    That is: whose first seeds, ``search_seeds`` of them, are trained at every learning rate.
+    A search is finished when the first ``search_seeds`` seeds are trained at every learning rate.
 
     Raises:
         ValueError: The ledger is cut, or another sweep's.
@@ -258,10 +258,10 @@ def _searched(chosen: Sweep, runs: Iterable[list[Line]]) -> dict[Cell, float]:
 
 
 def _require_same(run: PlannedRun, folder: Path, problems: Problems) -> None:
-    """Fail if a run's folder is of another sweep, or was trained on other text.
+    """Check that a run's folder is of this sweep and was trained on the same text.
 
     Raises:
-        ValueError: It is.
+        ValueError: It is another sweep's, or its text has changed.
     """
     begun: Recipe | None = None
     result = read_json(folder / "result.json") if (folder / "result.json").exists() else None
@@ -291,7 +291,7 @@ def _files_digest(recipe: Recipe) -> str | None:
 
 
 def with_few_examples(recipe: Recipe) -> Recipe:
-    """Return a recipe whose task generates next to nothing."""
+    """Return a recipe whose task generates one example a split."""
     if not recipe.supervised:
         return recipe
     known = inspect.signature(SUPERVISED_TASKS[str(recipe.data.task)]).parameters

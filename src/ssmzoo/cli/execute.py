@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ssmzoo.environment.messages import suggestion
 
-# those that load models by transformers' Auto classes
+# programs that load models by transformers' Auto classes
 _USUAL = ("accelerate", "lm_eval", "torchrun", "transformers", "trl")
 
 

@@ -1,4 +1,4 @@
-"""Commands about this machine and this code: doctor, check, bench, exec."""
+"""Commands that examine, check and time on this machine, or run other programs on it."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ CHECK = Verb(
             "ids [B, L]; it returns logits [B, L, V] (default: none, and that check is skipped)",
         ),
         NAMES.but("--only", default=None, help="run these checks alone"),
-        NAMES.but("--skip", help="leave these out"),
+        NAMES.but("--skip", help="leave these checks out"),
         JSON,
     ),
     _check,
@@ -158,14 +158,14 @@ def _bench(options: argparse.Namespace) -> int:
         runs=options.runs,
         memory=options.memory,
         output=options.output,
-        report=_print_aside if options.json else print,
+        report=_print_to_stderr if options.json else print,
     )
     if options.json:
         print_json(rows)
     return 0
 
 
-def _print_aside(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
 
@@ -222,7 +222,7 @@ EXEC = Verb(
             "arguments",
             metavar="ARGUMENT",
             nargs=argparse.REMAINDER,
-            help="all that follows is the program's",
+            help="the program's arguments: all that follows",
         ),
     ),
     _exec,

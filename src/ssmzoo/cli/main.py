@@ -46,14 +46,22 @@ VERBS = (
 _CHATTERING = ("torchao", "torch.utils._pytree")
 
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+# a failed assertion in a library written in Rust; seen in tokenizers
+_OF_RUST = (
+    "a library cannot go on: most often a pattern of the tokenizer's takes too many tries on a "
+    "text; correct the pattern in tokenizer.json, or take another tokenizer"
+)
+# commands that several processes may run; exec leaves that to the other program
+_FOR_MANY = ("train", "eval", "exec")
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0 is success, 1 a failed check or a fault of ours, 2 a user's mistake or something that the
-    machine refused, 130 an interrupt, 141 a reader that went away. ``train`` that is
-    told to stop saves its work and ends with 128 and the signal's number, 143 for SIGTERM say.
+    0 is success, 1 a failed check or a fault of ours, 2 a user's mistake or a refusal of the
+    machine, 130 an interrupt, 141 a closed pipe. ``train`` saves its work at a signal and returns
+    128 plus the signal's number, such as 143 for SIGTERM.
 
     Args:
         arguments: What follows the program's name; the process's own if None.
@@ -100,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     parser, commands = parsers()
     options, rest = parser.parse_known_args(arguments)
-    if getattr(options, "command", None) is None:
+    if options.command is None:
         if rest:
             parser.refuse(rest[0])
         parser.print_help()
@@ -117,18 +125,11 @@ def _run(arguments: Sequence[str]) -> int:
         return options.run(options)
 
 
-# a failed assertion in a library written in Rust; only tokenizers showed one
-_OF_RUST = (
-    "a library cannot go on: most often a pattern of the tokenizer's takes too many tries on a "
-    "text; correct the pattern in tokenizer.json, or take another tokenizer"
-)
-# commands that several processes may run; of exec, the other program decides
-_FOR_MANY = ("train", "eval", "exec")
-_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
-
 def _stdout_error(error: Exception) -> OSError | None:
-    """Return why standard output takes no more, if so, and quieten Python's last flush."""
+    """Return the error of a standard output that cannot be written, else None.
+
+    Python's last flush then goes to the null device.
+    """
     if sys.stdout is None:  # it was closed before the program began
         return None
     try:
@@ -149,7 +150,7 @@ def _report(error: Exception) -> int:
     mistake = isinstance(
         error, ValueError | TypeError | LookupError | RuntimeError | OSError | ImportError
     )
-    # a KeyError whose message is the bare key was not raised for a reader
+    # these are raised by a fault in code, with a message such as the bare key
     if mistake and not isinstance(error, KeyError | IndexError | NotImplementedError):
         print(f"ssmzoo: error: {text or type(error).__name__}", file=sys.stderr)
         return USAGE

@@ -15,7 +15,7 @@ from ssmzoo.environment.messages import suggestion
 
 
 class UsageError(ValueError):
-    """The command line itself is wrong."""
+    """A mistake in the command line itself."""
 
 
 class Option:
@@ -36,9 +36,9 @@ class Verb:
     Attributes:
         name: What users type.
         about: One line of help.
-        example: Command lines that show a use of it.
+        example: Command lines that use it.
         options: Its arguments, in the order in which help lists them.
-        run: Does it, and returns the exit status.
+        run: Runs the command and returns the exit status.
     """
 
     name: str
@@ -84,7 +84,9 @@ class Parser(argparse.ArgumentParser):
         if argument.startswith("-"):
             option = argument.partition("=")[0]
             if option in known:
-                self.error(f"{option} stands behind --, where all is text; give options before it")
+                self.error(
+                    f"{option} stands behind --, where options are not read; give it before --"
+                )
             self.error(
                 f"no option {option!r}{suggestion(option, known)}; options: {', '.join(known)}"
             )
@@ -101,7 +103,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def comma_separated(kind: Callable[[str], Any], what: str, least: int | None = None) -> Any:
-    """Return a parser of values with commas between; errors call the values ``what``."""
+    """Return a parser of comma-separated values; errors call the values ``what``."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -141,7 +143,7 @@ def in_folder(model: str) -> str:
     from ssmzoo.checkpoints.load import model_folder
     from ssmzoo.checkpoints.weights import is_state_adapter
 
-    if is_state_adapter(model):  # which has a card and is published as a model is
+    if is_state_adapter(model):  # has a card and is published like a model
         return model
     folder = model_folder(model)
     if folder is None:
@@ -173,7 +175,9 @@ LENGTH = Option("--length", metavar="N", type=int, help="tokens of a sequence")
 BATCH_SIZE = Option(
     "--batch-size", metavar="N", type=int, default=1, help="sequences at a time (default: 1)"
 )
-SEED = Option("--seed", metavar="N", type=int, default=0, help="of all that is random (default: 0)")
+SEED = Option(
+    "--seed", metavar="N", type=int, default=0, help="seed of all random numbers (default: 0)"
+)
 DEVICE = Option(
     "--device", metavar="DEVICE", help="e.g. cpu or cuda:0 (default: the GPU if there is one)"
 )

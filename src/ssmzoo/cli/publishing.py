@@ -1,4 +1,4 @@
-"""Commands that bring models and ops to others and back: publish, convert, export and its like."""
+"""Commands that write models and ops in other forms: publish, convert, export, export-kernels."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 CONVERT = Verb(
     "convert",
-    "translate weights of a family's official code, in and out",
+    "convert weights from or to a family's official code",
     "ssmzoo convert theirs.safetensors --to rtf --set trunc_len=512 --output my-rtf\n"
     "ssmzoo convert my-rtf --to official --output theirs.safetensors",
     (
@@ -123,7 +123,7 @@ CONVERT = Verb(
             "--to",
             metavar="FAMILY|official",
             required=True,
-            help="the family whose model they become, or official for the way back",
+            help="the family to convert to, or official to write the official code's weights",
         ),
         OUTPUT.but(
             required=True,

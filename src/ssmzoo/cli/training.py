@@ -1,4 +1,4 @@
-"""Commands that make models: train, distill, sweep."""
+"""Commands that make models: train, consolidate, distill, sweep."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ssmzoo.analysis.places import require_ours
 from ssmzoo.checkpoints.load import holds_tokenizer, load_model, load_tokenizer, model_folder
+from ssmzoo.environment.places import require_ours
 from ssmzoo.files import read_json, require_name, require_new, write_folder
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -28,6 +27,7 @@ from ssmzoo.checkpoints.load import (
 from ssmzoo.checkpoints.weights import weights_revision
 from ssmzoo.environment.hardware import installed_versions, launched_processes, usable_device
 from ssmzoo.environment.messages import missing
+from ssmzoo.environment.places import require_writable
 from ssmzoo.environment.portable import portable_command
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.loading import load_to_run
@@ -47,7 +47,7 @@ from ssmzoo.evaluation.scoring import TEXT_TASK, Library, score_task
 from ssmzoo.evaluation.suites import Suite, average_score, load_suite, suites
 from ssmzoo.evaluation.text import read_documents
 from ssmzoo.family import foreign_versions
-from ssmzoo.files import existing_part, make_folder_of
+from ssmzoo.files import make_folder_of
 from ssmzoo.tasks import symbol_count
 
 if TYPE_CHECKING:
@@ -213,15 +213,7 @@ class _Call:
                 f"{name!r}; give another one (--name)"
             )
         folder = Path(self.output_dir)
-        try:
-            # ask by doing, before hours of scoring; the folder is made when there are scores
-            with tempfile.NamedTemporaryFile(dir=existing_part(folder), prefix=f".{name}."):
-                pass
-        except OSError as error:
-            raise RuntimeError(
-                f"output_dir {str(self.output_dir)!r} cannot be written: {error.strerror}; "
-                "choose another"
-            ) from error
+        require_writable(folder, "output_dir")  # it is made when there are scores
         return folder / f"{name}.json"
 
     def load(self, folder: Path | None) -> tuple[PreTrainedModel, StateAdapter | None]:

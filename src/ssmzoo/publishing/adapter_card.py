@@ -11,7 +11,7 @@ from ssmzoo.checkpoints.weights import read_adapter_config
 from ssmzoo.environment.hub_metadata import joined
 from ssmzoo.files import package_data
 from ssmzoo.publishing.card_facts import read_run
-from ssmzoo.publishing.card_metadata import of_recipe
+from ssmzoo.publishing.card_metadata import recipe_metadata
 from ssmzoo.publishing.markdown import as_table, code, plain
 
 
@@ -35,7 +35,7 @@ def adapter_card(folder: Path, metadata: Mapping[str, Any], marker: str) -> str:
     shapes: dict[str, list[int]] = config["states"]
     run = folder.resolve().parent
     within = folder.resolve().name == "adapter" and (run / "run.json").is_file()
-    told = of_recipe(read_run(run).recipe) if within else {}
+    told = recipe_metadata(read_run(run).recipe) if within else {}
     fields: dict[str, Any] = joined(told, metadata)
     if "base_model" in fields:
         fields["base_model_relation"] = "adapter"

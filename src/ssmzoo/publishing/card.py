@@ -26,7 +26,7 @@ from ssmzoo.files import appears_whole, make_folder_of, package_data, require_na
 from ssmzoo.publishing.adapter_card import adapter_card
 from ssmzoo.publishing.card_facts import PICTURE, CardFacts, facts_of, family_words, read_facts
 from ssmzoo.publishing.card_metadata import benchmark_entries, model_metadata
-from ssmzoo.publishing.card_results import ScoredModel, merged, part_results, scored_model
+from ssmzoo.publishing.card_results import ScoredModel, merged, scored_model, split_results
 from ssmzoo.publishing.card_text import (
     architecture_table,
     head_of,
@@ -42,8 +42,8 @@ from ssmzoo.publishing.markdown import fenced, plain
 
 MARKER = "Rendered by `ssmzoo card` from measured results; edits are lost when it runs again."
 
-_MANY = 4  # other models whose scores stand in a table in any case
-# of which PEFT refuses the output projection and the convolution
+_MANY = 4  # so many other models are shown even if they were scored on other examples
+# PEFT refuses the output projection and the convolution of these
 _MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
@@ -59,8 +59,8 @@ def render_card(
 
     Beside a card in the model's folder, scores of benchmarks on the Hub stand in
     ``.eval_results/ssmzoo.yaml`` as well, where the Hub's leaderboards look for them. A card
-    outside the model's folder gets, under its own name, the curve (``.png``) and what the card says
-    of model and run (``.json``); from that file it can be rendered again.
+    outside the model's folder gets, under its own name, the curve (``.png``) and the facts of model
+    and run (``.json``), from which it can be rendered again.
 
     Args:
         model: A folder as ``save_pretrained`` writes it, of a model or of a state adapter, or the
@@ -117,7 +117,7 @@ def render_card(
     if output is not None:
         target = Path(output)
     facts = replace(facts, card=joined(facts.card, metadata))
-    own, others = part_results(facts.revision, place, read)
+    own, others = split_results(facts.revision, place, read)
     alone = target.resolve().parent != place.resolve()
     shown = target.with_suffix(".png") if alone else target.with_name(PICTURE)
     if alone:
@@ -152,14 +152,14 @@ def _write(
             write_text(parts.enter_context(appears_whole(beside)), entries)
         write_text(parts.enter_context(appears_whole(target)), text)
     if facts is None and entries is None:
-        beside.unlink(missing_ok=True)  # of former weights
+        beside.unlink(missing_ok=True)  # an earlier card's, of other weights
 
 
 def _require_ours(target: Path, picture: Path) -> None:
-    """Check that the files written beside a card replace nothing but an earlier card's.
+    """Check that the files beside a card replace only an earlier card's.
 
     Raises:
-        ValueError: The message names the file.
+        ValueError: One replaces another file, which the message names.
     """
     facts, found = target.with_suffix(".json"), None
     if facts.exists():
@@ -177,10 +177,10 @@ def _require_ours(target: Path, picture: Path) -> None:
 
 
 def _require_card(target: Path) -> None:
-    """Check that a file which is there is a card that ``ssmzoo card`` wrote.
+    """Check that an existing file is a card that ``ssmzoo card`` wrote.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not.
     """
     if not target.exists():
         return
@@ -234,7 +234,7 @@ def _render(
 
 
 def _comparable(own: Sequence[ScoredModel], others: list[ScoredModel]) -> list[ScoredModel]:
-    """Return the other models with scores of the same tasks; of many, of the same examples."""
+    """Return other models with scores of the same tasks; if many, only on the same examples."""
     rows = merged(own).keys()
     tasks = {row.task for row in rows}
     if tasks:
@@ -249,7 +249,7 @@ def _finished(text: str) -> str:
 
 
 def _lora_targets(family: Family | None, facts: CardFacts) -> list[str]:
-    """Return the modules to adapt; none for a model whose linear layers PEFT takes all."""
+    """Return the modules to adapt with LoRA; none where PEFT takes all linear layers."""
     if family:
         return [name for name in family.lora_targets if name in facts.modules]
     if facts.config.get("model_type") not in _MAMBAS:

@@ -2,7 +2,7 @@
 
 Facts of model and run are kept as one small file beside a card; from it and the results the card
 can be rendered again where the weights are gone. Everything is checked while it is read, so that a
-damaged file is one clear error and never a card with a hole in it.
+damaged file is one clear error, and no card is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
 from ssmzoo.files import json_of, package_data, parse_yaml, read_json, write_json
-from ssmzoo.publishing.card_metadata import base_of, of_recipe
+from ssmzoo.publishing.card_metadata import base_name, recipe_metadata
 
 PICTURE = "loss.png"
 
@@ -50,13 +50,13 @@ class RecordedRun:
         return next((r[name] for r in reversed(self.records) if r.get(name) is not None), None)
 
     def total(self, name: str) -> object:
-        """Return a whole number that grows: its largest recorded value."""
+        """Return the largest recorded value of a metric that only grows, None if there is none."""
         values = [r[name] for r in self.records if is_number(r.get(name))]
         return max(values, default=None)
 
     @property
-    def best(self) -> int | None:
-        """The step of which the run's model was made, None if that is its last."""
+    def best_step(self) -> int | None:
+        """The step whose weights the run's model has; None if that is the last."""
         finished, recipe = self.facts.get("finished"), self.recipe
         kept = isinstance(recipe, dict) and (recipe.get("checkpoint") or {}).get("best")
         best = (finished or {}).get("best")
@@ -76,16 +76,16 @@ class CardFacts:
     Attributes:
         name: The model's, where its results give none.
         revision: The digest of its weights.
-        config: What its configuration file holds.
+        config: The content of its configuration file.
         parameters: How many it has.
         dtypes: The types that its weights are stored as.
-        modules: The names of those that hold weights, without their places in the model.
+        modules: The last names of the modules that hold weights.
         prompt: A text that its tokenizer reads; None if it brings none.
-        run: What ``run.json`` says; None if the run is not known.
+        run: The content of ``run.json``; None if the run is not known.
         recipe: The run's recipe, as YAML.
-        measured: What the run recorded last.
+        measured: The run's last recorded metrics.
         picture: Whether there is a loss curve.
-        card: What the Hub is told besides, by the fields of a recipe's section ``card``.
+        card: More metadata for the Hub, by the fields of a recipe's section ``card``.
     """
 
     name: str
@@ -159,7 +159,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         found = {name: run.total(name) for name in _TOTALS}
         found |= {name: run.last(name) for name in _LAST}
         measured = {name: value if is_number(value) else None for name, value in found.items()}
-    base = base_of(run.recipe) if run else None
+    base = base_name(run.recipe) if run else None
     told = {**run.facts, **({"base": base} if base else {})} if run else None
     facts = CardFacts(
         name=model_name(str(folder)),
@@ -173,7 +173,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         recipe=_recipe(run.recipe) if run else None,
         measured=measured,
         picture=bool(run and run.picture),
-        card=of_recipe(run.recipe) if run else {},
+        card=recipe_metadata(run.recipe) if run else {},
     )
     # the file beside a card names no folder of the machine that trained
     plain: Any = portable(asdict(facts))
@@ -194,7 +194,7 @@ def read_facts(path: Path) -> CardFacts:
 
 
 def _prompt(folder: Path) -> str | None:
-    """Return code for tokenizers of text; for those of symbols, which read no other, symbols."""
+    """Return a prompt that the tokenizer reads: code, or symbols if it knows only these."""
     if not (folder / "tokenizer_config.json").exists():
         return None
     file = folder / "tokenizer.json"
@@ -219,12 +219,12 @@ def _run_of(
             return None
         run_dir = real.parent
     run, place = read_run(Path(run_dir)), Path(run_dir).resolve()
-    # later records are not of a checkpoint, nor of a model made of the best step
+    # a checkpoint, or a model of the best step, was made before later records
     step = re.fullmatch(r"step-(\d+)", real.name) if real.parent.name == "checkpoints" else None
     if step is not None:
         run = run.until(int(step[1]))
     elif real.name == "model":
-        run = run.until(run.best)
+        run = run.until(run.best_step)
     trained = run.facts.get("model_type")
     if trained not in (None, config.get("model_type")):
         raise ValueError(
@@ -242,7 +242,7 @@ def _run_of(
 def _made(run: Path, folder: Path, revision: str) -> bool:
     """Tell whether a run's model or one of its checkpoints has a folder's weights.
 
-    So it is if the run has neither any more.
+    True if the run has neither any more.
     """
     from safetensors.torch import load_file
 
@@ -271,7 +271,8 @@ def _made(run: Path, folder: Path, revision: str) -> bool:
 def family_words(name: str, *, encoder: bool = False) -> dict[str, Any] | None:
     """Read ``model_cards/families/<name>.yaml``; None if there is no such file.
 
-    Of an encoder ``model_cards/encoder.yaml`` has other words, and more on the architecture.
+    For an encoder, the fields of ``model_cards/encoder.yaml`` replace these, and its text on the
+    architecture is added.
     """
     try:
         path = package_data(f"model_cards/families/{name}.yaml")

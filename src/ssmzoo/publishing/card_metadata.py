@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 
-def of_recipe(recipe: object) -> dict[str, Any]:
+def recipe_metadata(recipe: object) -> dict[str, Any]:
     """Return the metadata of a card that follows from a run's recipe.
 
-    That is its section ``card``; where this names no data set or no base, those of the run, if
+    That is its section ``card``. Where this names no data set or no base, the run's are named if
     they are on the Hub.
 
     Raises:
@@ -37,8 +37,8 @@ def of_recipe(recipe: object) -> dict[str, Any]:
     return checked({**known, **_part(recipe, "card")})
 
 
-def base_of(recipe: object) -> str | None:
-    """Return a name of the weights that a run began with, a Hub id or a folder's; None if none."""
+def base_name(recipe: object) -> str | None:
+    """Return the name of a run's initial weights, a Hub id or a folder's name; None without."""
     place = _part(recipe, "model").get("init_from")
     if not isinstance(place, str) or _on_hub(place):
         return place if isinstance(place, str) else None
@@ -58,7 +58,7 @@ def _part(recipe: object, name: str) -> Mapping[str, Any]:
 
 
 def _data_of_task(data: Mapping[str, Any]) -> object:
-    """Return where a task has its data from, by its argument or by default."""
+    """Return the source of a task's data: its argument ``data``, or that argument's default."""
     from ssmzoo.tasks import SUPERVISED_TASKS
 
     task = SUPERVISED_TASKS.get(str(data.get("task")))

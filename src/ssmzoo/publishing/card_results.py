@@ -1,4 +1,4 @@
-"""Scores for a card: read from results files, told apart by the weights that they are of."""
+"""Scores for a card, read from results files and assigned to weights by their digest."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ScoredModel:
         return None if self.recipe is None else self.recipe["train"].get("seed")
 
     def is_of_another_seed(self, other: ScoredModel) -> bool:
-        """Say whether the same recipe was trained with another seed for these results."""
+        """Tell whether these are results of the same recipe, trained with another seed."""
         if self.recipe is None or other.recipe is None or self.seed() == other.seed():
             return False
         return _without_seed(self.recipe) == _without_seed(other.recipe)
@@ -117,15 +117,15 @@ def _without_seed(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "train": train}
 
 
-def part_results(
+def split_results(
     revision: str, place: Path, results: Sequence[ScoredModel]
 ) -> tuple[list[ScoredModel], list[ScoredModel]]:
-    """Part the results of a model's weights from those of other models.
+    """Split results into those of a model's weights and those of other models.
 
     Args:
         revision: The digest of the weights.
-        place: The folder that holds them, or the file that says so.
-        results: All of them.
+        place: The folder with the weights, or the ``.json`` beside a card; for errors.
+        results: The results to split.
 
     Raises:
         ValueError: None are of these weights; some are of the folder's former weights; two files

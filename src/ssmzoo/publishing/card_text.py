@@ -39,14 +39,14 @@ _ARCHITECTURE = (
     ("Transition", ("transition",)),
     ("Tied embeddings", ("tie_word_embeddings",)),
 )
-# What every configuration of a family names, and a block without a convolution does not have.
+# left out for blocks without a convolution, whose configurations have these fields too
 _OF_CONVOLUTIONS = ("Expansion", "Convolution width")
 _OF_IMAGES = ("Image size", "Patch size")
 _OF_TEXT = ("Vocabulary", "Tied embeddings")
 
 
 class Head(NamedTuple):
-    """A kind of model: in words, its module and class, and the Hub's task."""
+    """A kind of model: its name in words, its module and class, and the Hub's task."""
 
     words: str
     module: str
@@ -65,10 +65,10 @@ _HEADS = {
 
 
 def head_of(config: Mapping[str, Any]) -> Head:
-    """Return the kind that the first of the configuration's architectures names.
+    """Return the kind of model that the first of the configuration's ``architectures`` names.
 
     Raises:
-        ValueError: Cards have no words for it.
+        ValueError: A card has no words for this class.
     """
     named = next(iter(config.get("architectures") or ()), "ForCausalLM")
     suffix = next((suffix for suffix in _HEADS if named.endswith(suffix)), None)
@@ -96,7 +96,7 @@ def summary(words: Mapping[str, Any] | None, facts: CardFacts, head: Head) -> st
 
 
 def packages(family: Family | None) -> str:
-    """Return arguments of pip: checkouts, since a name on an index may be anybody's."""
+    """Return arguments of pip: local checkouts, since anybody may own a name on an index."""
     if family is None:
         return "transformers torch"
     return " ".join(f"./{package}" for package in packages_of(family.name))
@@ -138,7 +138,7 @@ def results_table(name: str, own: Sequence[ScoredModel], others: Sequence[Scored
 
 
 def seeds_table(own: Sequence[ScoredModel], others: Sequence[ScoredModel]) -> str | None:
-    """Set this model's scores among those of the same recipe with other seeds."""
+    """Tabulate this model's scores beside those of the same recipe with other seeds."""
     if not others:
         return None
     mine = next(entry for entry in own if entry.is_of_another_seed(others[0]))

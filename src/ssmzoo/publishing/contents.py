@@ -1,9 +1,9 @@
 """Choose and check the files of a publication.
 
-It is a closed list, by name: configuration, safetensors weights, tokenizer or image processor,
-generation configuration, card, the pictures and the licence's text that the card links, scores of
-benchmarks on the Hub, golden logits and, where asked for, the model's code and a prompt that it has
-read. All but weights are read once: what was checked is what goes.
+The files are a closed list, by name: configuration, safetensors weights, tokenizer or image
+processor, generation configuration, card, the pictures and the licence's text that the card links,
+scores of benchmarks on the Hub, golden logits and, where asked for, the model's code and the state
+of a prompt. All but weights are read once, so the bytes that were checked are those published.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ _DOCUMENTS = {"", ".md", ".txt", ".pdf", ".html", ".bib", ".cff", ".csv", ".tsv"
 _LINKED_PICTURE = re.compile(r"""!\[[^\]]*\]\(\s*<?([^)\s>]+)|<img\b[^>]*?\bsrc=["']([^"']+)["']""")
 _ELSEWHERE = re.compile(r"^(https?:|data:)", re.IGNORECASE)
 
-Content: TypeAlias = bytes | Path  # of weights the file, which is too large to hold
+Content: TypeAlias = bytes | Path  # a path for weights, which are too large for memory
 
 
 @dataclass(frozen=True)
 class Publication:
-    """The files that go, and the names in the model's folder that do not.
+    """The files to publish, and the names in the model's folder that stay.
 
     Attributes:
         sources: Content by path inside the target, sorted.
-        left_out: Names in the model's folder; folders end in ``/``.
+        left_out: Names in the model's folder that stay; folders end in ``/``.
     """
 
     sources: Mapping[str, Content]
@@ -89,27 +89,27 @@ class Publication:
         }
 
     def text(self, name: str) -> str:
-        """Return a file that is no weights as text."""
+        """Return the text of a file other than weights."""
         content = self.sources[name]
         assert isinstance(content, bytes)
         return content.decode("utf-8")
 
     def with_code(self, texts: Mapping[str, str]) -> Publication:
-        """Return it with a model's code, written anew, in place of code that was there."""
+        """Return the publication with newly written code in place of any code it had."""
         sources = {name: x for name, x in self.sources.items() if not name.endswith(".py")}
         sources |= {name: text.encode() for name, text in texts.items()}
-        gone = self.sources.keys() - sources.keys() - {LOADER}  # which the code takes the place of
+        gone = self.sources.keys() - sources.keys() - {LOADER}  # replaced by the code
         left_out = {*self.left_out, *gone}
         return Publication(dict(sorted(sources.items())), tuple(sorted(left_out)))
 
 
 def is_of_publications(name: str) -> bool:
-    """Tell whether a file is of those that publications consist of, but for code and pictures."""
+    """Tell whether a name is one of a publication's files, code and pictures aside."""
     return name in _NAMES or ("/" not in name and name.endswith(".safetensors"))
 
 
 def is_document(name: str) -> bool:
-    """Tell whether a file is one that no loader reads: a document or a picture."""
+    """Tell whether a file is a document or a picture, which no loader reads."""
     return PurePosixPath(name).suffix.lower() in _DOCUMENTS | _PICTURES
 
 
@@ -118,11 +118,11 @@ def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
 
     Args:
         folder: The folder, without links in its path.
-        code: Whether an export's modules may go.
-        state: Whether a saved prompt does.
+        code: Whether an export's modules are published.
+        state: Whether a saved prompt's state is published.
 
     Raises:
-        ValueError: The folder is not fit; the message says why.
+        ValueError: The folder cannot be published; the message says why.
         FileNotFoundError: It holds a part of a state adapter.
     """
     sources, left_out = _collected(folder, code, state)
@@ -148,7 +148,7 @@ def publication_of(folder: Path, *, code: bool, state: bool) -> Publication:
 
 
 def _collected(folder: Path, code: bool, state: bool) -> tuple[dict[str, Content], list[str]]:
-    """Return the files that go, and the names that do not."""
+    """Return the files to publish, and the names that stay."""
     from ssmzoo.publishing.export_code import is_exported
 
     sources: dict[str, Content] = {}
@@ -190,7 +190,7 @@ def _collected(folder: Path, code: bool, state: bool) -> tuple[dict[str, Content
 
 
 def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state: bool) -> None:
-    """Check configuration, weights and tokenizer, and that a prompt is there if one is to go."""
+    """Check configuration and weights, and that a prompt's state to publish is there."""
     if "config.json" not in sources:
         inside = folder / "model"
         hint = f", here {inside}" if (inside / "config.json").exists() else ""
@@ -215,10 +215,10 @@ def _check_model(folder: Path, sources: Mapping[str, Content], code: bool, state
 
 
 def refuse_credentials(folder: Path, plan: Publication) -> None:
-    """Refuse a publication with a marked credential, which the error does not show.
+    """Refuse a publication that holds a credential; the error does not show it.
 
     Raises:
-        ValueError: It does; the message says where.
+        ValueError: It holds one; the message says where.
     """
     for name, content in plan.sources.items():
         read = content if isinstance(content, bytes) else read_header(content)

@@ -144,7 +144,7 @@ def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | 
             raise ValueError(f"{directory / name} is of no export; move it away")
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    write_texts(directory, {**texts, "config.json": _told(config, family)})
+    write_texts(directory, {**texts, "config.json": _config_text(config, family)})
     for path in directory.glob("*.py"):
         if path.name not in texts and (is_exported(path) or is_loader(path)):
             path.unlink()
@@ -188,7 +188,7 @@ def standalone_files(
     family = family_to_export(config)
     return {
         **code_of(family),
-        "config.json": _told(config, family),
+        "config.json": _config_text(config, family),
         "README.md": _with_section(card, config, family, tokenizer),
     }
 
@@ -214,7 +214,7 @@ def _with_section(card: str, config: Mapping[str, Any], family: Family, tokenize
     return f"{before.rstrip()}\n\n{section}{use}{after}"
 
 
-def _told(config: Mapping[str, Any], family: Family) -> str:
+def _config_text(config: Mapping[str, Any], family: Family) -> str:
     """Return a ``config.json`` that names the entry file's class for each Auto class."""
     classes = {
         auto: f"{_entry_name(family)}.{kind.__name__}" for auto, kind in family.auto_classes.items()

@@ -1,7 +1,7 @@
 """Publish a model folder: into another folder, or to a repository on the Hub.
 
-What goes is a closed list (:mod:`ssmzoo.publishing.contents`); everything else stays behind and is
-named in the report. A file that holds a credential is refused. A dry run makes the same plan and
+The files to publish are a closed list (:mod:`ssmzoo.publishing.contents`); the report names the
+others. A file that holds a credential is refused. A dry run makes the same plan and
 changes nothing; for a Hub repository it needs neither network nor token. Both kinds of publication
 appear at once or not at all, a folder by a rename, a repository by a single commit, and replace an
 earlier one as a whole.
@@ -54,14 +54,14 @@ class PublishReport:
     Attributes:
         kind: ``"folder"`` or ``"hub"``.
         target: The folder's absolute path, or the repository id.
-        files: Every file that goes, sorted by path.
-        left_out: Names in the model folder that do not go; folders end in ``/``.
-        load: In one line, what a reader does to load it.
+        files: The published files, sorted by path.
+        left_out: Names in the model folder that are not published; folders end in ``/``.
+        load: How a reader loads it, in one line.
         dry_run: True if nothing was written.
-        url: Where to look at it, for a folder its path; None for a dry run.
+        url: The repository's address, or the folder's path; None for a dry run.
         commit: The commit on the Hub; None for a folder and for a dry run.
-        deleted: What an earlier publication had brought to the Hub's repository and this one has
-            not; empty for a folder, which is replaced, and for a dry run, which asks nobody.
+        deleted: Files of an earlier publication that this one deleted from the Hub's repository;
+            empty for a folder, which is replaced, and for a dry run, which does not ask the Hub.
     """
 
     kind: Literal["folder", "hub"]
@@ -103,8 +103,8 @@ def publish(
             Models of transformers' own have none to send.
         include_state: Send ``state.safetensors`` along, a prompt that
             ``PromptState.save_pretrained`` wrote into the model folder, tokens included. The model
-            is loaded to see that it goes on from it. A reader downloads the repository and calls
-            :func:`ssmzoo.modeling.load_state`.
+            is loaded to check that it continues from it. A reader downloads the repository and
+            calls :func:`ssmzoo.modeling.load_state`.
         dry_run: Check everything that can be checked here and report; write and send nothing.
         private: Create the repository private. An existing one that is public is refused.
         revision: The branch to commit to, created if absent; the main branch if None.
@@ -189,7 +189,7 @@ def _parse_target(target: str | Path) -> tuple[Literal["folder", "hub"], str]:
 
 
 def _has_code(folder: Path) -> bool:
-    """Tell whether a model is of a family whose code may go; transformers has that of others.
+    """Tell whether a model is of an installed family; transformers has the code of others.
 
     Raises:
         ValueError: It is of a family that is not installed.
@@ -222,7 +222,7 @@ def _how_to_load(folder: Path, place: str, code: bool) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Return the sha256 of each file that may be of weights, before anything is checked."""
+    """Return the sha256 of each file of weights, taken before anything is checked."""
     files = (path for path in folder.glob("*.safetensors") if path.name != OPTIMIZER)
     return {path.name: file_digest(path) for path in files if path.is_file()}
 
@@ -240,7 +240,7 @@ def _with_code(folder: Path, plan: Publication) -> Publication:
 
 
 def _check_state(folder: Path) -> None:
-    """Check that the model, as a reader loads it, goes on from the prompt beside it."""
+    """Check that the model, as a reader loads it, continues from the prompt beside it."""
     from transformers import AutoModelForCausalLM
 
     import ssmzoo.auto  # noqa: F401
@@ -328,7 +328,7 @@ def _kind(folder: Path) -> tuple[str, object]:
 
 
 def _put(content: Content, place: Path, digest: str | None) -> None:
-    """Write a file; of weights, whose copy must have the digest, copy it."""
+    """Write a file; weights are copied, and the copy must have the digest."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
         place.write_bytes(content)

@@ -1,6 +1,6 @@
 """An lm-eval task whose answer is several symbols, predicted at as many places of filler.
 
-Apart because it needs lm-eval; ``eval/tasks/ssmzoo_induction*.yaml`` name it.
+A module of its own, since it needs lm-eval; ``eval/tasks/ssmzoo_induction*.yaml`` name it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ class SymbolAnswers(ConfigurableTask):
     def process_results(
         self, doc: dict[str, Any], results: list[tuple[float, bool]]
     ) -> dict[str, float]:
-        """Judge the symbols of one document."""
+        """Score the symbols of one document."""
         right = [is_greedy for _, is_greedy in results]
         return {"acc": sum(right) / len(right), "exact_match": float(all(right))}

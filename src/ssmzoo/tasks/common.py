@@ -1,4 +1,4 @@
-"""What generated tasks share: the label that is ignored, checks, draws, symbols as text."""
+"""Helpers of generated tasks: the ignored label, checks, draws, symbols as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def at_least(name: str, value: int, least: int) -> None:
 
 
 def distinct(rng: np.random.Generator, rows: int, count: int, low: int, high: int) -> np.ndarray:
-    """Draw ``count`` different integers of low .. high-1 a row, every ordered choice alike."""
+    """Draw ``count`` different integers of low .. high-1 a row; all orders are equally likely."""
     if 4 * count >= high - low:
         return low + np.argsort(rng.random((rows, high - low)), axis=1)[:, :count]
     drawn = rng.integers(low, high, size=(rows, count))

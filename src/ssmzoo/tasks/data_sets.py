@@ -1,4 +1,4 @@
-"""Data sets that exist: opened through ``datasets``, from the Hub or from a folder."""
+"""Existing data sets, opened through ``datasets`` from the Hub or from a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SPLIT_SEED = 42
 _SPECIAL = 3  # padding, unknown, end of text
-UNKNOWN, END = 1, 2
+_UNKNOWN, _END = 1, 2
 _TOGETHER = 1000
 
 
@@ -25,7 +25,7 @@ def open_split(task: str, data: str, split: str, columns: Sequence[str]) -> Data
     """Open a split of a data set on the Hub, or of a folder that ``datasets`` can load.
 
     Args:
-        task: Whose data it is, for errors.
+        task: The task's name, for errors.
         data: A Hub id, a folder of data files, or one that ``save_to_disk`` wrote.
         split: The split's name there.
         columns: The columns that it must have.
@@ -128,7 +128,7 @@ def require_pillow() -> None:
 
 
 def hold_out(rows: Dataset, split: str, count: int, argument: str) -> Dataset:
-    """Return the training or validation part of a training split: always the same rows.
+    """Return the training or the validation part of a training split, the same rows each time.
 
     Args:
         rows: The training split.
@@ -181,7 +181,7 @@ def grey_images(data: str, rows: Dataset, column: str, size: int) -> np.ndarray:
 
 
 def texts(rows: Dataset, column: str) -> Iterator[str]:
-    """Yield the texts of a column, an absent one as the empty text."""
+    """Yield the texts of a column; a missing text is empty."""
     for some in rows.select_columns([column]).iter(batch_size=_TOGETHER):
         for text in cast("dict[str, list[str | None]]", some)[column]:
             yield text or ""
@@ -213,13 +213,13 @@ class Characters:
         known = known[np.argsort(-counts[known], kind="stable")]
         self.vocab_size = _SPECIAL + len(known)
         kind = np.uint8 if self.vocab_size <= 256 else np.uint32
-        self._ids = np.full(len(counts), UNKNOWN, dtype=kind)
+        self._ids = np.full(len(counts), _UNKNOWN, dtype=kind)
         self._ids[known] = np.arange(_SPECIAL, self.vocab_size)
 
     def encode(self, text: str, max_length: int) -> np.ndarray:
         """Return the ids of a text and its end, at most ``max_length`` together."""
         ids = self._ids[_codes(text[: max_length - 1])]
-        return np.append(ids, ids.dtype.type(END))
+        return np.append(ids, ids.dtype.type(_END))
 
 
 def _codes(text: str) -> np.ndarray:

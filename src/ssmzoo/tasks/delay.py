@@ -1,4 +1,4 @@
-"""Delay: predict at every place the value of the signal some places before, zero at its beginning.
+"""Delay: predict the signal's value of some places ago, which is zero at the beginning.
 
 The signal is periodic white noise of a limited band, shifted as a whole so that it begins at zero,
 as in the code that the papers share. A model without memory of the delay can therefore still do

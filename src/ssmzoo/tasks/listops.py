@@ -1,4 +1,4 @@
-"""ListOps of the Long Range Arena: nested lists of digits, and the value they come to.
+"""ListOps of the Long Range Arena: nested operations on digits, and their value.
 
 ``[MAX 2 [SM 3 9 ] 1 ]`` has the value 2; operators are minimum, maximum, median (rounded down) and
 sum modulo 10. A tree is read in prefix form, without the parentheses of the arena's files, which
@@ -133,7 +133,7 @@ def _trees(
         if not len(root):
             break
     kept = (length >= min_length) & (length <= max_length)
-    # whole trees go, so what is left of a level still lies in the order of its parents
+    # whole trees are dropped, so a level's other nodes stay in the order of their parents
     shapes = [(o[kept[r]], a[kept[r[o]]]) for r, o, a in levels]
     digits = [rng.integers(0, 10, size=int((~o).sum())) for o, _ in shapes]
     operators = [rng.integers(0, 4, size=len(a)) for _, a in shapes]

@@ -1,4 +1,4 @@
-"""The tasks that a recipe can name, and their closed arguments."""
+"""The tasks that a recipe can name; unknown arguments of a task are errors."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 def _load_induction_heads_zero(split: str, seed: int) -> Supervised:
     """Return IH0: there are only eight sequences, and every split is all of them."""
-    return _language(*induction_heads_zero(), vocab_size=3)
+    return _stored_rows(*induction_heads_zero(), vocab_size=3)
 
 
-def _language(inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> Supervised:
-    """Return a task of rows in memory."""
+def _stored_rows(inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> Supervised:
+    """Return a language-model task of rows in memory."""
 
     def make(indices: np.ndarray, _epoch: int) -> Batch:
         return Batch(inputs[indices], labels[indices], np.full(len(indices), inputs.shape[1]))
@@ -130,10 +130,10 @@ def _language(inputs: np.ndarray, labels: np.ndarray, vocab_size: int) -> Superv
     return Supervised("tokens", "causal_lm", len(inputs), make, vocab_size=vocab_size)
 
 
-def _fresh_language(
+def _fresh_rows(
     split: str, seed: int, size: int, vocab_size: int, problem: Callable[..., Rows]
 ) -> Supervised:
-    """Return rows that are drawn when they are read, others every epoch."""
+    """Return a language-model task whose rows are drawn as they are read, anew every epoch."""
     number = SPLITS.index(split)
 
     @lru_cache(maxsize=2)  # neighbouring batches share a block
@@ -153,7 +153,7 @@ def _fresh_language(
     return Supervised("tokens", "causal_lm", size, make, **meaning)
 
 
-def _recall(
+def _loader_of(
     problem: Callable[..., Rows],
     *sizes: int,
     may_be_fresh: bool = False,
@@ -174,9 +174,9 @@ def _recall(
         size = size_of(split, *(args.pop(name) for name in counts))
         fresh, vocab_size = args.pop("fresh", False), vocab_size_of(args)
         if fresh:
-            return _fresh_language(split, seed, size, vocab_size, partial(problem, **args))
+            return _fresh_rows(split, seed, size, vocab_size, partial(problem, **args))
         drawn = np.random.SeedSequence([seed, SPLITS.index(split)]).generate_state(1)[0]
-        return _language(*problem(size, seed=int(drawn), **args), vocab_size=vocab_size)
+        return _stored_rows(*problem(size, seed=int(drawn), **args), vocab_size=vocab_size)
 
     parameters = [p for name, p in own.items() if name not in ("num_examples", "seed")]
     for name, default in (counts | {"fresh": False} if may_be_fresh else counts).items():
@@ -196,19 +196,19 @@ SUPERVISED_TASKS: dict[str, Callable[..., Supervised]] = {
     "digits": load_digits,
     "forecast": load_forecast,
     "imdb": load_imdb,
-    "induction_heads": _recall(induction_heads, 100_000, 3_000, 3_000, may_be_fresh=True),
+    "induction_heads": _loader_of(induction_heads, 100_000, 3_000, 3_000, may_be_fresh=True),
     "induction_heads_zero": _load_induction_heads_zero,
     "listops": load_listops,
     "mnist": load_mnist,
-    "mqar": _recall(mqar, 100_000, 3_000, 3_000),
+    "mqar": _loader_of(mqar, 100_000, 3_000, 3_000),
     "pathfinder": load_pathfinder,
     "pictures": load_pictures,
     "speech_commands": load_speech_commands,
-    "state_tracking": _recall(
+    "state_tracking": _loader_of(
         state_tracking,
         *(100_000, 3_000, 3_000),
         may_be_fresh=True,
         vocab_size_of=lambda args: group_vocab_size(args["group"]),
     ),
-    **{name: _recall(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
+    **{name: _loader_of(problem, 12_800, 1_280, 1_280) for name, problem in MAD_PROBLEMS.items()},
 }

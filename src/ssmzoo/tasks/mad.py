@@ -1,8 +1,8 @@
 """Small problems after MAD (arXiv 2403.17844), each for one ability of a sequence model.
 
 Every problem returns ``input_ids`` and ``labels``, int64 [num_examples, length of a row]; the same
-seed gives the same rows. ``labels[:, t]`` is what position ``t - 1`` must predict. Where the paper
-scores an encoder, compression is put as a language model's problem: it asks for symbols by place.
+seed gives the same rows. ``labels[:, t]`` is what position ``t - 1`` must predict. The
+paper scores an encoder on compression; here a language model is asked for symbols by place.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def noisy_recall(
 ) -> Rows:
     """Make recall among noise: pairs of a key and its value, single symbols of noise between them.
 
-    Every row has a dictionary of its own. A key that comes again is answered by its value, which
-    follows it in the row.
+    Every row has a dictionary of its own. Where a key repeats, its value, the next symbol, is to be
+    predicted.
 
     Args:
         vocab_size: Ids; half of those that are neither filler nor noise are keys, half values.
@@ -42,7 +42,7 @@ def noisy_recall(
     Raises:
         ValueError: An argument is out of range, or no ids are left for keys and values.
     """
-    _common(num_examples, seq_len, seed)
+    _check_sizes(num_examples, seq_len, seed)
     if not 0 <= noise < 1:
         raise ValueError(f"noise must be at least 0 and below 1, got {noise}")
     keys = (vocab_size - 1 - num_noise) // 2
@@ -96,7 +96,7 @@ def fuzzy_recall(
     Raises:
         ValueError: An argument is out of range, or too few symbols for so many keys.
     """
-    _common(num_examples, seq_len, seed)
+    _check_sizes(num_examples, seq_len, seed)
     at_least("num_pairs", num_pairs, 1)
     at_least("longest", longest, 1)
     half = (vocab_size - 1) // 2
@@ -150,7 +150,7 @@ def selective_copying(
     Raises:
         ValueError: An argument is out of range, or the symbols do not fit.
     """
-    _common(num_examples, seq_len, seed)
+    _check_sizes(num_examples, seq_len, seed)
     at_least("vocab_size", vocab_size, 3)
     at_least("num_tokens", num_tokens, 1)
     context = seq_len - num_tokens - 1
@@ -189,7 +189,7 @@ def compression(
     Raises:
         ValueError: An argument is out of range, or no ids are left for symbols.
     """
-    _common(num_examples, 1, seed)
+    _check_sizes(num_examples, 1, seed)
     at_least("num_tokens", num_tokens, 1)
     kinds = vocab_size - 2 - num_tokens
     if kinds < 2:
@@ -219,7 +219,7 @@ def memorization(
     dictionary: int = 0,
     seed: int,
 ) -> Rows:
-    """Make memorisation: keys, each to be answered by the value it has in all rows.
+    """Make memorization: keys, each followed by a query for the value it has in all rows.
 
     A key is followed by filler, so nothing in the row helps: the dictionary must be learnt.
 
@@ -230,7 +230,7 @@ def memorization(
     Raises:
         ValueError: An argument is out of range.
     """
-    _common(num_examples, seq_len, seed)
+    _check_sizes(num_examples, seq_len, seed)
     at_least("seq_len", seq_len, 2)
     at_least("vocab_size", vocab_size, 3)
     at_least("dictionary", dictionary, 0)
@@ -293,7 +293,7 @@ def mad_documents(
     return lm_eval_split(context=contexts, answer=answers)
 
 
-def _common(num_examples: int, seq_len: int, seed: int) -> None:
+def _check_sizes(num_examples: int, seq_len: int, seed: int) -> None:
     at_least("num_examples", num_examples, 1)
     at_least("seq_len", seq_len, 1)
     at_least("seed", seed, 0)

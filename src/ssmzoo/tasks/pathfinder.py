@@ -1,13 +1,13 @@
 """Pathfinder and Path-X of the Long Range Arena: are the two discs ends of one dashed curve?
 
-Two dashed curves that touch nowhere, shorter ones to distract, and two discs: the first at the
-beginning of one of the two curves, the second at the far end of the same curve (label 1) or of the
-other (label 0). Curves grow dash by dash, many images at once.
+An image has two dashed curves that touch nowhere, shorter distractors, and two discs. The first
+disc lies at the beginning of one of the two curves, the second at the far end of the same curve
+(label 1) or of the other (label 0). Curves grow dash by dash, many images at once.
 
 - Lengths and places are in pixels, a place is (x, y), and pixel (0, 0) reaches from (0, 0) to
   (1, 1).
-- Images are made some at a time, each time with a generator of its own, so the first n images do
-  not depend on how many are asked for.
+- Images are made in rounds, each with a generator of its own, so the first n images do not depend
+  on how many are asked for.
 - An image in which something finds no room is thrown away before its label is drawn.
 """
 
@@ -55,7 +55,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Pathfinder:
-    """Drawn images and what is in them.
+    """Drawn images and their contents.
 
     Attributes:
         images: Grey values, uint8 [n, S, S].
@@ -112,12 +112,12 @@ def load_pathfinder(
     """Return Pathfinder as rows of pixels in [-1, 1], row by row.
 
     Args:
-        resolution: As for :func:`pathfinder_images`, and ``contour_length``.
-        contour_length: See there.
+        resolution: As for :func:`pathfinder_images`.
+        contour_length: As for :func:`pathfinder_images`.
         num_train: Training images.
         num_validation: Validation images.
         num_test: Test images.
-        cache: A folder to keep the images in, and to find them in the next time.
+        cache: A folder to keep the images in; the next call reads them there.
 
     Raises:
         ValueError: An argument is out of range.
@@ -215,7 +215,7 @@ def _draw(
 def _grow(
     settings: _Settings, contour_length: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two curves and the distractors of those of ``_CANDIDATES`` images that have room."""
+    """Return the curves and distractors of ``_CANDIDATES`` images, without those lacking room."""
     room = _Room(settings, rng)
     two, alive = room.grow_two(contour_length)
     others, alive = room.grow_distractors(alive, contour_length // 3)
@@ -336,7 +336,7 @@ def _apart(curve: np.ndarray, reach: np.ndarray, steps: np.ndarray) -> np.ndarra
 def _covered(
     ids: np.ndarray, dash: np.ndarray, radius: np.ndarray, pad: int
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
-    """Return the places around a dash [n, 4] of every image, and which are within the radius."""
+    """Return the places around each image's dash [n, 4], and which lie within the radius."""
     middle = (dash[:, :2] + dash[:, 2:]) / 2
     half = (dash[:, 2:] - dash[:, :2]) / 2
     squared = (half**2).sum(axis=1)

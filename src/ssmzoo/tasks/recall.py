@@ -1,4 +1,4 @@
-"""Multi-query associative recall: pairs of a key and a value, then every key once, to be answered.
+"""Multi-query associative recall: pairs of a key and a value, then each key once as a query.
 
 The paper puts the label on the query itself; here it sits one place later, as Hugging Face's
 convention has it. No query is lost by that: the last even place is never the last place. Recall in
@@ -35,7 +35,7 @@ def mqar(
     random_filler: bool = False,
     seed: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make multi-query associative recall: pairs first, then each key once, to be answered.
+    """Make multi-query associative recall: pairs first, then each key once as a query.
 
     A row is ``k1 v1 ... kn vn`` and then ``seq_len - 2 n`` places of filler in which every key
     appears once, at an even place. Place ``2 i`` is drawn with weight ``power * (i + 1) **
@@ -120,8 +120,8 @@ def recall_text_documents(
 ) -> dict[str, Dataset]:
     """Return key-value recall in plain characters, for any language model.
 
-    A document is lines like ``kod = Q`` and then a key that it holds; the choices are the
-    letters that it holds, all different, so guessing scores ``1 / num_pairs``.
+    A document is lines like ``kod = Q`` and then one of its keys; the choices are its letters,
+    all different, so guessing scores ``1 / num_pairs``.
     """
     at_least("num_examples", num_examples, 1)
     at_least("seed", seed, 0)

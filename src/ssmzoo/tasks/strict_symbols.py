@@ -1,4 +1,4 @@
-"""The class behind :func:`ssmzoo.tasks.symbol_tokenizer`, apart because it needs transformers."""
+"""The class of :func:`ssmzoo.tasks.symbol_tokenizer`; importing it needs transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task as a trainer reads it: batches of inputs, labels and lengths, and what they mean.
+"""A task as a trainer reads it: batches of inputs, labels and lengths, and their meaning.
 
 A batch is a pure function of the indices and the epoch, so a run resumes on the same examples.
 Rows end at different places; they are padded on the right with zeros, and ``lengths`` says where
@@ -54,8 +54,8 @@ class Supervised:
     """One split of a task.
 
     Attributes:
-        kind: What the inputs are.
-        objective: What the labels are.
+        kind: The kind of the inputs.
+        objective: The kind of the labels, which chooses head and loss.
         size: Examples an epoch.
         make: Examples by index and epoch; use :meth:`batch`.
         vocab_size: Ids the tokens are below; None for values and images. Id 0 is padding.
@@ -139,7 +139,7 @@ def drawn_examples(
     make: Callable[[list[np.random.Generator]], Batch],
     **meaning: Any,
 ) -> Supervised:
-    """Return examples of which each is drawn by a generator of its own.
+    """Return a task whose examples are each drawn by a generator of its own.
 
     Args:
         split: The split.
@@ -263,7 +263,7 @@ def images(
 
 
 def size_of(split: str, *sizes: int) -> int:
-    """Return the size of a split, after a check of those of all three, num_train and so on."""
+    """Return the size of a split; check ``num_train``, ``num_validation`` and ``num_test``."""
     for name, size in zip(SPLITS, sizes, strict=True):
         at_least(f"num_{name}", size, 1)
     return sizes[SPLITS.index(split)]

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def symbol_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return the tokenizer of models trained on token ids: symbol ``t17`` is id 17.
 
-    Its text is symbols between blanks. It holds nothing else, so a model's ``vocab_size`` is its
-    length; padding and end of text are the filler, ``t0``. Encoding any other text is a ValueError.
+    A text is symbols between blanks; any other raises ValueError. A model's ``vocab_size`` is the
+    tokenizer's length; padding and end of text are the filler, ``t0``.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssmzoo.testing.subject import BUDGETS, FLOAT32_LOSS, Measured, Subject, gradients, require
-
-EXACT = BUDGETS[torch.float64]
+from ssmzoo.testing.subject import EXACT, FLOAT32_LOSS, Measured, Subject, gradients, require
 
 
 def check_inputs_embeds(subject: Subject) -> Measured:
@@ -31,7 +29,7 @@ def check_inputs_embeds(subject: Subject) -> Measured:
 
 
 def check_logits_to_keep(subject: Subject) -> Measured:
-    """The logits asked for are those of the whole, and no others are computed."""
+    """``logits_to_keep`` gives these logits of one full pass, and computes no others."""
     measured = Measured()
     model, ids = subject.model(), subject.ids(2, 9)
     kept = {"the last 1": 1, "the last 4": 4, "three": torch.tensor([0, 3, 8])}
@@ -115,7 +113,7 @@ def check_sequence_classification(subject: Subject) -> Measured:
 
 @contextlib.contextmanager
 def _widths(module: nn.Module) -> Iterator[list[int]]:
-    """Note of how many positions ``[B, L, D]`` each call of a module is."""
+    """Record the length L of the ``[B, L, D]`` that each call of a module gets."""
     found: list[int] = []
     hook = module.register_forward_pre_hook(lambda _m, given: found.append(given[0].shape[1]))
     try:

@@ -1,4 +1,4 @@
-"""What a model starts from."""
+"""The initialization of a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ssmzoo.testing.subject import Measured, Subject, require
 def check_initialization(subject: Subject) -> Measured:
     """Parameters and buffers are drawn in ``_init_weights``, all of them and wholly.
 
-    They are NaN before: what is drawn nowhere, or only where the module is made, would be whatever
-    lies in memory where a checkpoint lacks it.
+    The check fills them with NaN before. A tensor that ``_init_weights`` does not draw would hold
+    whatever lies in memory where a checkpoint lacks it.
     """
     with torch.device("meta"):  # as transformers makes what it loads
         model: Any = subject.family.causal_lm_class(subject.config())

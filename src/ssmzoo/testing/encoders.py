@@ -14,15 +14,17 @@ from transformers import AutoModelForImageClassification
 from ssmzoo.modeling import SSMForImageClassification, SSMModel
 from ssmzoo.testing.subject import (
     BUDGETS,
+    EXACT,
     Measured,
     NotApplicable,
     Subject,
     gradients,
+    gradients_of,
     probe,
     require,
+    require_error,
 )
 
-EXACT = BUDGETS[torch.float64]
 LENGTHS = (9, 1, 6)
 IMAGES = {"image_size": 12, "patch_size": 4, "num_labels": 3}
 
@@ -39,9 +41,16 @@ def check_bidirectional(subject: Subject) -> Measured:
     for directions in ways:
         classifier = subject.classifier(torch.float64, directions=directions, pooling="mean")
         model: SSMModel = classifier.model
-        _refuses(lambda way=directions: subject.fresh(directions=way), "a language model")
+        require_error(
+            ValueError, (), "a language model", lambda way=directions: subject.fresh(directions=way)
+        )
         own = [_steps(model, _times(row)) for row in rows]
-        _refuses(lambda m=model, s=own[0]: m(rows[0][None], use_cache=True, **s), "use_cache=True")
+        require_error(
+            ValueError,
+            (),
+            "use_cache=True",
+            lambda m=model, s=own[0]: m(rows[0][None], use_cache=True, **s),
+        )
 
         embeds = model.embed_tokens(rows[0][None]).detach().requires_grad_()
         times = _times(rows[0]).requires_grad_()
@@ -70,7 +79,7 @@ def check_bidirectional(subject: Subject) -> Measured:
 
 
 def check_images(subject: Subject) -> Measured:
-    """Images are classified one by one as in a batch; all of a picture counts; wrong ones raise."""
+    """Images alone and in a batch have equal logits; each patch counts; wrong images raise."""
     kind: Any = subject.family.image_classification_class
     if kind is None or not issubclass(kind, SSMForImageClassification):
         raise NotApplicable("it has no classifier of patches")
@@ -100,19 +109,21 @@ def check_images(subject: Subject) -> Measured:
         ("images of other channels", images[:, :1], None, "pixel_values"),
         ("labels outside of the classes", images, labels + 1, "labels"),
     ):
-        _refuses(lambda x=pixels, y=classes: model(pixel_values=x, labels=y), what, named)
+        require_error(
+            ValueError, (named,), what, lambda x=pixels, y=classes: model(pixel_values=x, labels=y)
+        )
     return measured
 
 
 def _batches(
     rows: list[Tensor], steps: list[dict[str, Tensor]]
 ) -> list[tuple[str, dict[str, Tensor], tuple[Any, ...]]]:
-    """Return batches of all rows, and where in ``[B, L]`` the rows' tokens then lie, in order."""
+    """Return batches of all rows, with the places ``[B, L]`` of the rows' tokens in order."""
     found, widest = [], max(map(len, rows)) + 2
     for side in ("left", "right", "inner"):
         ids = torch.ones(len(rows), widest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        # what stands beside padding may be nothing
+        # steps of padding may be zero
         more = {name: torch.zeros(ids.shape, dtype=torch.float64) for name in steps[0]}
         for i, row in enumerate(rows):
             place: Any = slice(len(row)) if side == "right" else slice(widest - len(row), None)
@@ -138,7 +149,7 @@ def _times(row: Tensor) -> Tensor:
 
 
 def _steps(model: SSMModel, times: Tensor) -> dict[str, Tensor]:
-    """Return what the model needs of tokens at these times: the steps between them, the first 1."""
+    """Return the model's ``token_inputs`` at these times: the steps between them, the first 1."""
     first = torch.ones_like(times[:, :1])
     names = enumerate(model.config.token_inputs, start=1)
     return {name: torch.cat([first, scale * times.diff(dim=1)], dim=1) for scale, name in names}
@@ -159,7 +170,7 @@ def _compare_reversed(
         steps = _steps(model, (times[:, -1:] - times).flip(1))
         turned = model(inputs_embeds=embeds.flip(1), **steps).last_hidden_state.flip(1)
     measured.compare(f"{directions}: reversed outputs", turned, outputs, EXACT)
-    found, expected = (_slopes(leaves, (y * probe(y)).sum()) for y in (turned, outputs))
+    found, expected = (gradients_of(leaves, (y * probe(y)).sum()) for y in (turned, outputs))
     what = f"{directions}: reversed outputs' gradient of"
     measured.compare_all(what, found, expected, EXACT)
 
@@ -178,20 +189,3 @@ def _swapped_directions(model: Any) -> Iterator[None]:
         yield
     finally:
         swap()
-
-
-def _slopes(leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of a loss by leaf; zeros where none flows."""
-    grads = torch.autograd.grad(
-        loss, list(leaves.values()), retain_graph=True, materialize_grads=True
-    )
-    return dict(zip(leaves, grads, strict=True))
-
-
-def _refuses(call: Any, what: str, named: str = "") -> None:
-    try:
-        call()
-    except ValueError as error:
-        require(named in str(error), f"the error about {what} does not name {named}: {error}")
-    else:
-        raise AssertionError(f"{what} must raise a ValueError")

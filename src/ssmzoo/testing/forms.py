@@ -19,6 +19,7 @@ from ssmzoo.modeling import LayerState, SSMForCausalLM, add_state_adapter, load_
 from ssmzoo.modeling.decoding import DECODING, GAVE_OTHER_NUMBERS
 from ssmzoo.testing.subject import (
     BUDGETS,
+    EXACT,
     FLOAT32_LOSS,
     SEED,
     Measured,
@@ -32,7 +33,6 @@ from ssmzoo.testing.subject import (
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
 
-EXACT = BUDGETS[torch.float64]
 LENGTHS = (13, 8, 1, 5)  # of documents
 # a row each of three turns; packed, the first turn's boundaries lie at 63, 64, 128 and 133
 PACKED = ((63, 1, 64, 5, 67), (2, 66, 1, 3, 17), (3, 3, 3, 3, 3))
@@ -103,7 +103,7 @@ def check_packing(subject: Subject) -> Measured:
             else:
                 ends = torch.tensor([0, *lengths]).cumsum(0).int()
                 given = {"input_ids": torch.cat(pieces)[None], "cu_seqlens": ends}
-            with states_left(measured):
+            with _lost_states_noted(measured):
                 output = model(**given, cache=cache, use_cache=True)
             cache = output.cache
             turns.append(output.logits.flatten(0, 1).split(lengths))
@@ -126,7 +126,7 @@ def check_padding(subject: Subject) -> Measured:
                 masks.append(mask)
                 # a mask of all tokens, or of the new ones
                 given = torch.cat(masks, dim=1) if side == "left" else mask
-                with states_left(measured):
+                with _lost_states_noted(measured):
                     output = model(ids, attention_mask=given, cache=cache, use_cache=True)
                 cache = output.cache
                 turns.append(output.logits[mask.bool()].split(lengths))
@@ -174,15 +174,14 @@ def check_causality(subject: Subject) -> Measured:
     changed[:, cut:] = (ids[:, cut:] + 1) % model.config.vocab_size
     with torch.no_grad():
         before, after = model(ids).logits, model(changed).logits
-    budget = BUDGETS[torch.float64]
-    measured.compare("logits before a changed token", after[:, :cut], before[:, :cut], budget)
+    measured.compare("logits before a changed token", after[:, :cut], before[:, :cut], EXACT)
 
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     logits = model(inputs_embeds=embeds, use_cache=False).logits[:, cut]
     (slope,) = torch.autograd.grad((logits * probe(logits)).sum(), embeds)
     size = slope.abs().amax(dim=(0, 2))  # [L]
     leak = size[cut + 1 :] / size.max()
-    measured.compare("gradient from later tokens", 1 + leak, torch.ones_like(leak), budget)
+    measured.compare("gradient from later tokens", 1 + leak, torch.ones_like(leak), EXACT)
     require(bool((size[: cut + 1] > 0).all()), "the output does not depend on every token before")
     return measured
 
@@ -238,9 +237,9 @@ def check_state_adapter(subject: Subject) -> Measured:
 
 
 def check_fused_steps(subject: Subject) -> Measured:
-    """A token in one call of C equals its layers one by one, and sees what is put on them later.
+    """A token in one call of C equals its layers one by one, and notices hooks put on later.
 
-    So it does a ``forward`` that is replaced in a layer's class, and what it no longer has.
+    It also notices a ``forward`` that is replaced in a layer's class, and its return.
     """
     measured, model, ids = Measured(), subject.fresh(), subject.ids(3, 12)
     for dtype, budget in BUDGETS.items():
@@ -276,7 +275,7 @@ def check_fused_steps(subject: Subject) -> Measured:
 
 
 def _require_followed(model: SSMForCausalLM, ids: Tensor, kind: type[nn.Module]) -> None:
-    """Fail if a class's forward, replaced after a first token, is not called at every token."""
+    """Fail unless a class's forward, replaced after a first token, is called at every token."""
     own, calls = kind.forward, []
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -310,10 +309,10 @@ def check_batch(subject: Subject) -> Measured:
 
 
 @contextlib.contextmanager
-def states_left(measured: Measured) -> Iterator[None]:
-    """Note where a mixer reads a state of the cache and leaves none for the next call.
+def _lost_states_noted(measured: Measured) -> Iterator[None]:
+    """Note, as the cause of an error, a mixer that reads a state and leaves none.
 
-    A right one may, too: one that keeps a state in another form, under another name.
+    A right mixer may do so too, if it keeps the state in another form, under another name.
     """
     read: dict[tuple[int, str], LayerState] = {}
 
@@ -344,7 +343,7 @@ def _in_tokens(model: SSMForCausalLM, ids: Tensor) -> Tensor:
 
 
 def differences(subject: Subject) -> tuple[Tensor, Tensor]:
-    """Return the derivative of float64 logits ``[B, L, V]`` by differences, over two step sizes.
+    """Return the derivative of float64 logits ``[B, L, V]`` by finite differences of two steps.
 
     It is along :func:`direction`; differences of the fourth order leave an error of rounding alone.
     """
@@ -381,7 +380,7 @@ def slopes(subject: Subject, weights: Sequence[Tensor]) -> Tensor:
 
 
 def direction(subject: Subject) -> dict[str, Tensor]:
-    """Return random changes in the size of every entry, by parameter; of embeddings under ""."""
+    """Return a random change by parameter, scaled by its entries; the embeddings' is under ""."""
     generator = torch.Generator().manual_seed(SEED)
     entries = {"": _embeddings(subject), **dict(subject.model().named_parameters())}
     return {
@@ -409,7 +408,7 @@ def _carried(measured: Measured, model: SSMForCausalLM, ids: Tensor, sizes: list
     """Return the logits ``[B, L, V]`` of pieces read one after the other with a cache."""
     cache, parts, seen = None, [], 0
     for piece in ids.split(sizes, dim=1):
-        with states_left(measured):
+        with _lost_states_noted(measured):
             output = model(piece, cache=cache, use_cache=True)
         cache = output.cache
         parts.append(output.logits)
@@ -422,7 +421,7 @@ def _carried(measured: Measured, model: SSMForCausalLM, ids: Tensor, sizes: list
 
 
 def _rows(subject: Subject, turns: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the whole rows ``[L]`` of which so many tokens come in each turn."""
+    """Return random rows ``[L]``, as long as their lengths in all turns together."""
     lengths = [sum(row) for row in zip(*turns, strict=True)]
     return [subject.ids(1, length, seed=i)[0] for i, length in enumerate(lengths)]
 
@@ -434,7 +433,7 @@ def _turns(rows: Sequence[Tensor], turns: Sequence[Sequence[int]]) -> list[list[
 
 
 def _padded(subject: Subject, pieces: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Pad pieces to one length with tokens that are not all alike."""
+    """Pad pieces to one length with random tokens; return ids and mask."""
     widest = max(map(len, pieces)) + 2 * (side == "inner")
     ids = subject.ids(len(pieces), widest, seed=99)
     mask = torch.zeros_like(ids)

@@ -87,29 +87,23 @@ def _slopes(model: SSMForCausalLM, subject: Subject) -> dict[str, Tensor]:
 
 @contextmanager
 def package_of(family: Family) -> Iterator[str]:
-    """Let a family's exported code be a package, forgotten at the end, and give its name."""
-    with tempfile.TemporaryDirectory() as folder, _package(folder, code_of(family)) as name:
-        yield name
-
-
-@contextmanager
-def _package(folder: str, texts: dict[str, str]) -> Iterator[str]:
-    """Let files be the modules of a package."""
-    for name, text in texts.items():
-        Path(folder, name).write_text(text, encoding="utf-8")
+    """Make a package of a family's exported code, removed at the end, and give its name."""
     spec = ModuleSpec(f"ssmzoo_exported_{next(_numbers)}", None, is_package=True)
-    spec.submodule_search_locations = [folder]
-    sys.modules[spec.name] = module_from_spec(spec)
-    importlib.invalidate_caches()
     log = logging.getLogger("ssmzoo")
     level = log.level
-    log.setLevel(logging.ERROR)  # the code says that kernels would be faster
-    try:
-        yield spec.name
-    finally:
-        log.setLevel(level)
-        for name in [n for n in sys.modules if n.split(".")[0] == spec.name]:
-            del sys.modules[name]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in code_of(family).items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        spec.submodule_search_locations = [folder]
+        sys.modules[spec.name] = module_from_spec(spec)
+        importlib.invalidate_caches()
+        log.setLevel(logging.ERROR)  # the code says that kernels would be faster
+        try:
+            yield spec.name
+        finally:
+            log.setLevel(level)
+            for name in [n for n in sys.modules if n.split(".")[0] == spec.name]:
+                del sys.modules[name]
 
 
 def _module(package: str, module: str) -> ModuleType:

@@ -1,13 +1,13 @@
-"""What a conformance check works on, and what it hands back.
+"""The subject of a conformance check, and the check's result.
 
-What surprises: every parameter is moved a little from its initial value, because biases of zero and
+A surprise: every parameter is moved a little from its initial value, because biases of zero and
 scales of one would hide mistakes; nothing a check does to a :meth:`Subject.fresh` model stays.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -21,6 +21,7 @@ from ssmzoo.modeling import SSMForCausalLM, SSMForSequenceClassification
 
 # the largest error relative to the largest entry
 BUDGETS = {torch.float64: 1e-10, torch.float32: 1e-5}
+EXACT = BUDGETS[torch.float64]
 # a mean of cross-entropies in float32: logits, exponentials, their sum and the mean are rounded
 FLOAT32_LOSS = 4 * torch.finfo(torch.float32).eps
 SEED = 20240714
@@ -34,7 +35,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class Error:
-    """One comparison: what was compared, how far apart, how far is allowed."""
+    """One comparison: its name, the error and the budget."""
 
     what: str
     size: float
@@ -79,7 +80,7 @@ class Measured:
         self.errors.append(Error(what, 0.0 if torch.equal(got, expected) else error, 0.0))
 
     def within(self, what: str, size: float, budget: float) -> None:
-        """Note an error that was measured otherwise."""
+        """Note an error that the check measured itself."""
         self.errors.append(Error(what, size, budget))
 
     @property
@@ -89,7 +90,7 @@ class Measured:
 
     @property
     def told(self) -> str:
-        """What the worst comparison is of, with the cause where the errors' sizes give it away."""
+        """The worst comparison's name, with the cause where the errors' sizes show it."""
         worst, exact, rounded = self.worst, BUDGETS[torch.float64], BUDGETS[torch.float32]
         if worst is None or worst.ok:
             return "" if worst is None else worst.what
@@ -112,6 +113,19 @@ def require(condition: bool, sentence: str) -> None:
     """Fail the check with a sentence unless the condition holds."""
     if not condition:
         raise AssertionError(sentence)
+
+
+def require_error(
+    kind: type[Exception], words: Iterable[str], what: str, call: Callable[[], object]
+) -> None:
+    """Fail the check unless a call raises an error of a type that has all of some words."""
+    try:
+        call()
+    except kind as error:
+        for word in words:
+            require(word in str(error), f"{what}: the error must name {word!r}, got: {error}")
+    else:
+        raise AssertionError(f"{what} must raise {kind.__name__}")
 
 
 def relative(what: str, got: Tensor, expected: Tensor) -> float:
@@ -223,14 +237,15 @@ def probe(logits: Tensor) -> Tensor:
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of a loss by parameter name; zeros where none flows."""
-    names, parameters = zip(
-        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    return gradients_of({n: p for n, p in model.named_parameters() if p.requires_grad}, loss)
+
+
+def gradients_of(leaves: Mapping[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of a loss by leaf; zeros where none flows."""
+    grads = torch.autograd.grad(
+        loss, list(leaves.values()), retain_graph=True, materialize_grads=True
     )
-    grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for name, p, g in zip(names, parameters, grads, strict=True)
-    }
+    return dict(zip(leaves, grads, strict=True))
 
 
 def modules_named(model: nn.Module, suffixes: Iterable[str]) -> dict[str, nn.Module]:

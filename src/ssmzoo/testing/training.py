@@ -8,7 +8,6 @@ import importlib.util
 import io
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from ssmzoo.modeling import SSMForCausalLM
 from ssmzoo.testing.forms import STEPPED, differences, slopes
 from ssmzoo.testing.subject import (
     BUDGETS,
+    EXACT,
     Measured,
     NotApplicable,
     Subject,
@@ -30,7 +30,6 @@ from ssmzoo.testing.subject import (
     require,
 )
 
-EXACT = BUDGETS[torch.float64]
 SLACK = 2.0
 
 
@@ -101,17 +100,17 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
         model.gradient_checkpointing_enable()
         blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         require(bool(blocks), "the model has no GradientCheckpointingLayer")
-        runs = _Counter()
+        runs: list[nn.Module] = []
         for block in blocks:
             # hooks of the block itself stay outside the checkpoint
-            next(block.children()).register_forward_pre_hook(runs)
+            next(block.children()).register_forward_pre_hook(lambda m, _, runs=runs: runs.append(m))
         again = model(ids, labels=ids).loss
         again.backward()  # recomputes once; a gradient that keeps the graph would keep it ready
         got = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
         }
-        require(runs.count == 2 * len(blocks), f"{len(blocks)} blocks ran {runs.count} times")
+        require(len(runs) == 2 * len(blocks), f"{len(blocks)} blocks ran {len(runs)} times")
         measured.compare(f"{dtype} loss", again, loss, budget)
         measured.compare_all(f"{dtype} gradient of", got, expected, budget)
     return measured
@@ -184,7 +183,7 @@ def check_compile(subject: Subject) -> Measured:
 
 
 def check_bfloat16(subject: Subject) -> Measured:
-    """In bfloat16 the error is at most twice what rounding weights and module outputs costs.
+    """In bfloat16 the error is at most twice that of rounding weights and module outputs.
 
     The yardstick is the float64 model with its weights, every module's output and every gradient
     that enters a module rounded to bfloat16 where the bfloat16 model has them in bfloat16, and with
@@ -250,7 +249,7 @@ def _results(model: SSMForCausalLM, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _with_lora(subject: Subject, **targets: Any) -> Any:
-    """Return a copy of the model with adapters that change its output."""
+    """Return a copy of the model with random LoRA adapters, which change its output."""
     if importlib.util.find_spec("peft") is None:
         raise NotApplicable("needs peft; pip install 'ssmzoo[peft]'")
     from peft import LoraConfig, get_peft_model
@@ -345,7 +344,7 @@ def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str |
         optimizers=(torch.optim.AdamW(groups), None),
     )
     trainer.remove_callback(PrinterCallback)
-    with _quiet():
+    with contextlib.redirect_stdout(io.StringIO()):
         trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -353,22 +352,6 @@ def _train(model: SSMForCausalLM, rows: list[Tensor], folder: str, resume: str |
 def _predicted(trainer: Any, ids: Tensor) -> Tensor:
     """Return the logits ``[B, L, V]`` that Trainer collects of whole rows, one document each."""
     trainer.data_collator = default_data_collator
-    with _quiet():
+    with contextlib.redirect_stdout(io.StringIO()):
         predicted = trainer.predict([{"input_ids": row, "labels": row} for row in ids])
     return torch.as_tensor(predicted.predictions)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
-class _Counter:
-    """A forward hook that counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, *_: Any) -> None:
-        self.count += 1

@@ -1,6 +1,6 @@
 """Write the tables of docs/speed.md, eval/papers.md and eval/zoo.md again.
 
-Usage: python eval/pages.py
+Usage: python eval/programs/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
 ``kernels/benchmarks/results/cpu.csv``, ``papers`` (all rows of the papers) from
@@ -20,13 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from programs.papers import (
-    MEANING,
-    PaperTable,
-    counted,
-    papers,
-    whole_table,
-)
+from papers import MEANING, PaperTable, counted, papers, whole_table
 
 from ssmzoo.analysis.ledger import (
     Line,
@@ -43,7 +37,7 @@ from ssmzoo.publishing.card_facts import family_words
 from ssmzoo.publishing.card_results import Origin, Row, ScoredModel, ShownScore, scored_model
 from ssmzoo.recipe import load_recipe
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _TITLES = {
     "transformers Mamba2": "transformers' Mamba2",
