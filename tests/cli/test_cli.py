@@ -145,6 +145,8 @@ def test_an_option_means_the_same_in_every_command():
         for action in command._actions:
             for flag in action.option_strings:
                 kind = (type(action), action.type, action.choices, action.dest)
+                if flag == "--batch-size" and name == "eval":
+                    continue  # which takes "auto", too
                 kinds.setdefault(flag, {})[name] = kind
     for flag, found in kinds.items():
         assert len(set(found.values())) == 1, (flag, found)
