@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -341,6 +342,20 @@ def test_two_processes_share_subtrees_and_give_the_scores_of_one(saved):
     found, wanted = (json.loads(p.read_text())["results"] for p in (two, one))
     assert found[0]["reading"]["alone"] == wanted[0]["reading"]["alone"]  # of both processes
     assert [r["value"] for r in found] == pytest.approx([r["value"] for r in wanted])
+
+
+def test_processes_agree_where_a_model_is_split_or_answers_lie_on_disks_of_their_own(tmp_path):
+    family = load_family("longhorn")
+    config = family.config(**{**family.tiny, "vocab_size": 260})  # two processes have half each
+    family.causal_lm_class(config).save_pretrained(tmp_path)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    program = [sys.executable, str(Path(__file__).with_name("scoring_processes.py")), str(tmp_path)]
+    processes = [
+        subprocess.Popen(program, env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [process.wait(timeout=600) for process in processes] == [0, 0]
 
 
 def test_a_program_of_ones_own_names_a_folder_alone(saved):

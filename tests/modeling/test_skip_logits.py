@@ -145,3 +145,18 @@ def test_a_head_whose_parameters_are_replaced_in_a_call_is_refused():
     network.lm_head = Sharded(network.config.hidden_size, WORDS, bias=False).double()
     with pytest.raises(ValueError, match="skip_logits needs a head that computes with its own"):
         network(**cases()["plain"][0], skip_logits=True)
+
+
+def test_training_takes_a_part_without_targets_where_the_field_asks_for_no_logits():
+    from ssmzoo.training.objectives import CausalLM
+
+    network = model()
+    network.config.skip_logits = True
+    objective = CausalLM(network, packs=False)
+    batch = {"input_ids": cases()["plain"][0]["input_ids"]}
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+
+    def forward(piece, **options):
+        return network(**piece, **{**objective.options, **options})
+
+    assert objective.loss_of(forward, batch, 0, 0) == 0
