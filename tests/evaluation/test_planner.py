@@ -19,7 +19,7 @@ def unlimited(rows=8):
 def follow(requests, limits):
     """Read as a plan says, and fail where it cannot be done; return the plan."""
     planned = plan(requests, limits)
-    kept, ended, scored = [], [], [[] for _ in requests]
+    kept, columns, ended, scored = [], [], [], [[] for _ in requests]
     for batch in planned.batches:
         del kept[batch.depth :]
         rows = []
@@ -42,7 +42,12 @@ def follow(requests, limits):
         assert len(rows) == 1 or limits.tokens is None or len(rows) * width <= limits.tokens
         if batch.keeps:
             kept.append(rows)
-            held = sum(limits.state_bytes(len(tokens)) for rows in kept for tokens in rows)
+            # a row is as wide as the longest of its batch, at each depth
+            columns[batch.depth :] = [sum(columns[batch.depth - 1 : batch.depth]) + width]
+            held = sum(
+                len(rows) * limits.state_bytes(seen)
+                for rows, seen in zip(kept, columns, strict=True)
+            )
             assert held <= limits.memory
     assert sorted(ended) == [*range(len(requests))]
     return planned
@@ -153,6 +158,19 @@ def test_little_memory_costs_tokens_and_nothing_else():
         for memory in (MANY, 4, 1, 0)
     ]
     assert read == [8 * (140 + 3 * 8)] * 3 + [24 * 148]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_padding_counts_where_states_grow(seed):
+    rng, requests = random.Random(seed), []
+    for _ in range(5):
+        context = text(rng, rng.choice((40, 100, 1500)))
+        for _ in range(rng.randint(1, 3)):
+            question = context + text(rng, rng.choice((40, 600, 1500)))
+            for _ in range(rng.randint(1, 3)):
+                answer = question + text(rng, rng.choice((40, 600)))
+                requests += [Request(answer + text(rng, 9), 9) for _ in range(rng.randint(1, 3))]
+    follow(requests, Limits(8, None, rng.choice((4_000, 8_000, 16_000)), lambda seen: seen))
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -207,7 +208,13 @@ def test_a_call_that_finds_no_memory_is_repeated_with_fewer_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state_memory": 1e-6}, r"state_memory must hold a state of this model, .* bytes, got 1"),
+        (
+            {"state_memory": 1e-6},
+            r"state_memory must hold a state of this model, .* MiB, got 9",
+        ),
+        ({"state_memory": -1}, "state_memory must be a number of MiB above 0, got -1"),
+        ({"state_memory": "nan"}, "state_memory must be a number of MiB above 0, got 'nan'"),
+        ({"state_memory": "much"}, "state_memory must be a number of MiB above 0, got 'much'"),
         ({"size": 0}, "batch_size must be at least 1, or 'auto', got 0"),
         ({"size": "many"}, "batch_size must be at least 1, or 'auto', got 'many'"),
     ],
@@ -215,6 +222,49 @@ def test_a_call_that_finds_no_memory_is_repeated_with_fewer_rows(monkeypatch):
 def test_bad_arguments_are_one_clear_error(options, message):
     with pytest.raises(ValueError, match=message):
         ours(zoo("longhorn"), **options)
+
+
+def test_blanks_alone_are_no_context():
+    with pytest.raises(ValueError, match="a context must be empty or have more than blanks"):
+        ours(zoo("longhorn")).loglikelihood([asked(" ", "abc")])
+
+
+def test_penalties_of_repetition_see_the_prompt_as_lm_eval_shows_it():
+    model = zoo("longhorn")
+    torch.nn.init.zeros_(model.model.norm.weight)  # it says the least token that is allowed
+    options = {"until": [], "max_gen_toks": 3, "no_repeat_ngram_size": 1}
+    rng = random.Random(0)
+    asked_for = [asked("a" * 80 + words(rng, length), options) for length in (5, 20)]
+    wanted = theirs(model, 2).generate_until(asked_for, disable_tqdm=True)
+    assert ours(model, 2).generate_until(asked_for) == wanted
+
+
+def test_lm_evals_cache_gets_a_generated_text_under_its_request():
+    lm, kept = ours(zoo("longhorn")), []
+    lm.set_cache_hook(SimpleNamespace(add_partial=lambda *given: kept.append(given)))
+    options = {"until": ["a"], "max_gen_toks": 3}
+    (found,) = lm.generate_until([asked("b", options)])
+    assert json.dumps(kept) == json.dumps([("generate_until", ("b", options), found)])
+
+
+def test_processes_with_other_limits_divide_requests_equally():
+    from ssmzoo.evaluation.planner import Request
+
+    model = AutoModelForCausalLM.from_config(LLAMA).eval()
+    whole, halved = ours(model, "auto"), ours(model, "auto")
+    halved._set_backend(1, 20)  # as where memory has ended in one process
+    rng = random.Random(0)
+    requests = [Request(tuple(words(rng, rng.randint(9, 40)).encode()), 1) for _ in range(9)]
+    assert whole._divide(requests, 2) == halved._divide(requests, 2)
+
+
+def test_memory_that_torch_keeps_unused_is_free(monkeypatch):
+    from ssmzoo.evaluation import shared_states
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert shared_states._half_of_free(torch.device("cuda")) == 250
 
 
 @pytest.fixture
@@ -290,7 +340,30 @@ def test_two_processes_share_subtrees_and_give_the_scores_of_one(saved):
     )
     (two,) = (saved / "two").iterdir()
     found, wanted = (json.loads(p.read_text())["results"] for p in (two, one))
+    assert found[0]["reading"]["alone"] == wanted[0]["reading"]["alone"]  # of both processes
     assert [r["value"] for r in found] == pytest.approx([r["value"] for r in wanted])
+
+
+def test_processes_agree_where_a_model_is_split_or_answers_lie_on_disks_of_their_own(tmp_path):
+    family = load_family("longhorn")
+    config = family.config(**{**family.tiny, "vocab_size": 260})  # two processes have half each
+    family.causal_lm_class(config).save_pretrained(tmp_path)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    program = [sys.executable, str(Path(__file__).with_name("scoring_processes.py")), str(tmp_path)]
+    processes = [
+        subprocess.Popen(program, env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [process.wait(timeout=600) for process in processes] == [0, 0]
+
+
+def test_a_program_of_ones_own_names_a_folder_alone(saved):
+    program = "import ssmzoo.evaluation as e; print(e.SharedPrefixLM('model').generate_until([]))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=saved, capture_output=True, text=True, timeout=600
+    )
+    assert found.stdout == "[]\n", found.stderr
 
 
 def test_lm_eval_itself_takes_the_model_by_name(saved):

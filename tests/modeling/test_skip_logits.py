@@ -134,3 +134,29 @@ def test_no_more_logits_exist_than_a_piece_has():
     network.lm_head.register_forward_hook(lambda _, __, logits: seen.append(logits.numel()))
     network(**cases()["plain"][0], skip_logits=True)
     assert seen == [7 * WORDS] * 7 + [2 * WORDS]
+
+
+def test_a_head_whose_parameters_are_replaced_in_a_call_is_refused():
+    class Sharded(nn.Linear):  # as FSDP does to a head that it wraps alone
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.detach())
+
+    network = model(tied=False)
+    network.lm_head = Sharded(network.config.hidden_size, WORDS, bias=False).double()
+    with pytest.raises(ValueError, match="skip_logits needs a head that computes with its own"):
+        network(**cases()["plain"][0], skip_logits=True)
+
+
+def test_training_takes_a_part_without_targets_where_the_field_asks_for_no_logits():
+    from ssmzoo.training.objectives import CausalLM
+
+    network = model()
+    network.config.skip_logits = True
+    objective = CausalLM(network, packs=False)
+    batch = {"input_ids": cases()["plain"][0]["input_ids"]}
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+
+    def forward(piece, **options):
+        return network(**piece, **{**objective.options, **options})
+
+    assert objective.loss_of(forward, batch, 0, 0) == 0

@@ -67,9 +67,9 @@ class PaddedRows:
         self._rows, self._tokens = rows, tokens
 
     def divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
-        """Return the indices of each process's requests; a batch stays whole."""
-        batches = self._batches(requests)
-        return [[i for batch in batches[part::parts] for i in batch] for part in range(parts)]
+        """Return the indices of each process's requests, whatever its limits are by now."""
+        rows = self._rows_of(requests)
+        return [[i for row in rows[part::parts] for i in row] for part in range(parts)]
 
     def loglikelihoods(
         self, requests: Sequence[Request], finish: Finish[tuple[float, bool]], reading: Reading
@@ -89,18 +89,23 @@ class PaddedRows:
             for index, answer in zip(batch, answers, strict=True):
                 finish(index, answer)
 
-    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return requests in batches; those whose rows are the same count once."""
+    @staticmethod
+    def _rows_of(requests: Sequence[Request]) -> list[list[int]]:
+        """Return the requests of each row that is read, the longest first."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(request.tokens[:-1], []).append(index)
+        return [groups[row] for row in sorted(groups, key=lambda row: (-len(row), row))]
+
+    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return requests in batches; those whose rows are the same count once."""
         batches: list[list[int]] = []
         count = width = 0
-        for row in sorted(groups, key=lambda row: (-len(row), row)):
+        for row in self._rows_of(requests):
             count += 1
             full = self._tokens is not None and count * width > self._tokens
             if not batches or count > self._rows or full:
                 batches.append([])
-                count, width = 1, len(row)
-            batches[-1] += groups[row]
+                count, width = 1, len(requests[row[0]].tokens) - 1
+            batches[-1] += row
         return batches

@@ -94,7 +94,7 @@ class Limits:
         rows: Rows of a call.
         tokens: Tokens of a call, padding included; None: any number. One row is always read.
         memory: Bytes of kept states.
-        state_bytes: Bytes of the state of one row that has seen so many tokens.
+        state_bytes: Bytes of the state of one row that has seen so many tokens, padding included.
     """
 
     rows: int
@@ -140,11 +140,12 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Group:
-    """The rows of a batch, and the bytes of states that are kept while it is read."""
+    """The rows of a batch, its columns so far, and the bytes of states kept while it is read."""
 
     depth: int
     keeps: bool
     rows: list[_Row]
+    seen: int
     held: float
 
 
@@ -250,7 +251,7 @@ def _apart(node: _Node) -> list[_Node]:
 
 def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterator[ReadBatch]:
     """Yield the batches, depth first: those that go on from a batch before the next of its kind."""
-    waiting = _groups([_Row(0, 0, node) for node in _apart(root)], 0, 0.0, limits)
+    waiting = _groups([_Row(0, 0, node) for node in _apart(root)], 0, 0, 0.0, limits)
     while waiting:
         group = waiting.pop()
         reads = [_read(row, requests) for row in group.rows]
@@ -261,11 +262,11 @@ def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterat
                 for place, row in enumerate(group.rows)
                 for child in row.node.children
             ]
-            waiting += _groups(rows, group.depth + 1, group.held, limits)
+            waiting += _groups(rows, group.depth + 1, group.seen, group.held, limits)
 
 
-def _groups(rows: list[_Row], depth: int, held: float, limits: Limits) -> list[_Group]:
-    """Return the batches that go on from one batch, the last to be read first.
+def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits) -> list[_Group]:
+    """Return the batches that go on from one batch of ``seen`` columns, the last to be read first.
 
     A batch of kept states takes at most half of the memory that is left, so that deeper ones find
     room, or one row.
@@ -277,22 +278,23 @@ def _groups(rows: list[_Row], depth: int, held: float, limits: Limits) -> list[_
     for row in asked:
         if not row.node.children:
             others.append(row)
-        elif limits.state_bytes(row.node.end) <= left:
+        elif limits.state_bytes(seen + row.length) <= left:
             kept.append(row)
         else:
             asked += [_Row(row.parent, row.begin, node) for node in _apart(row.node)]
-    groups = [_Group(depth, False, part, held) for part in _cut(others, limits, limits.rows)]
-    longest = max((row.node.end for row in kept), default=0)
-    size = limits.state_bytes(longest)
+    groups = [_Group(depth, False, part, seen, held) for part in _cut(others, limits, limits.rows)]
+    # shorter rows are padded to the longest
+    size = limits.state_bytes(seen + max((row.length for row in kept), default=0))
     room = max(1, int(left / 2 / size)) if size else limits.rows
     for part in _cut(kept, limits, min(room, limits.rows)):
-        bytes_kept = len(part) * limits.state_bytes(max(row.node.end for row in part))
-        groups.append(_Group(depth, True, part, held + bytes_kept))
+        columns = seen + part[0].length
+        held_then = held + len(part) * limits.state_bytes(columns)
+        groups.append(_Group(depth, True, part, columns, held_then))
     return groups
 
 
 def _cut(rows: list[_Row], limits: Limits, most: int) -> list[list[_Row]]:
-    """Cut rows into batches of about the same length."""
+    """Cut rows into batches of about the same length, the longest first."""
     batches: list[list[_Row]] = []
     width = 0  # of the latest batch, whose first row is the longest
     for row in sorted(rows, key=lambda row: -row.length):

@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 
 from tqdm import tqdm
 
-from ssmzoo.evaluation.results import TokensRead
-
 Answer = TypeVar("Answer", contravariant=True)
 
 
@@ -34,10 +32,6 @@ class Reading:
     def reset(self) -> None:
         """Count from 0 again."""
         self.alone = self.read = 0
-
-    def counts(self, *, shares: bool) -> TokensRead:
-        """Return the counts as results hold them."""
-        return {"shared_states": shares, "read": self.read, "alone": self.alone}
 
     def start(self, alone: int, planned: int) -> None:
         """Begin to read: so many tokens for requests that would take others alone."""

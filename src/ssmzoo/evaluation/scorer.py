@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import ssmzoo.auto  # noqa: F401  # a model may be given by its folder
+from ssmzoo.environment.hardware import usable_device
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
 from ssmzoo.evaluation.planner import Request, Tokens
 from ssmzoo.evaluation.reading import Finish, Reading
+from ssmzoo.evaluation.results import TokensRead
 from ssmzoo.evaluation.shared_states import Held, SharedStates
 from ssmzoo.modeling import load_state_adapter
 from ssmzoo.modeling.cache import backbone_of
@@ -115,11 +119,17 @@ class SharedPrefixLM(HFLM):
         **options: Any,
     ) -> None:
         rows, tokens = batch_limits(batch_size)
+        memory = None if state_memory is None else memory_limit(state_memory)
         super().__init__(
             pretrained=pretrained,
             tokenizer=tokenizer,
             batch_size=rows,
-            **{"backend": "causal", "softmax_dtype": "float32", **options},
+            **{
+                "backend": "causal",
+                "softmax_dtype": "float32",
+                "device": str(usable_device(None)),
+                **options,
+            },
         )
         if isinstance(pretrained, str):
             choose_kernels(self.model, stock)
@@ -127,12 +137,15 @@ class SharedPrefixLM(HFLM):
             load_state_adapter(state_adapter, self.model)
         # the processes share requests below lm-eval, which sees one
         self._rank, self._world_size = 0, 1
-        if process_count() > 1:
+        # those that a model is split over read the same together
+        split = getattr(self.model, "tp_size", None) is not None
+        self._processes = 1 if split else process_count()
+        if self._processes > 1:
             dist.barrier()  # all have read the answers of a killed call before one adds to them
         if not getattr(self.model.config, "decodable", True):
             rows = 1
         self.batch_size_per_gpu = rows
-        self._memory = None if state_memory is None else int(float(state_memory) * 2**20)
+        self._memory = memory
         self._answers = Answers() if answers is None else answers
         self._silent = not sys.stderr.isatty() or (process_count() > 1 and dist.get_rank() > 0)
         self._begun: tuple[Held, dict[Tokens, int]] | None = None
@@ -164,6 +177,15 @@ class SharedPrefixLM(HFLM):
     def window(self) -> int:
         """Tokens that the model reads at once."""
         return int(self.max_length)
+
+    def counts(self) -> TokensRead:
+        """Return what all processes read since ``reading`` was reset."""
+        numbers = self.reading.alone, self.reading.read
+        each = together(
+            [[rank] for rank in range(self._processes)], lambda mine: {mine[0]: numbers}
+        )
+        alone, read = (sum(column) for column in zip(*each.values(), strict=True))
+        return {"shared_states": self.states is not None, "read": read, "alone": alone}
 
     def make_room(self, tokens: int) -> None:
         """Let prompts be as long as a task needs where the model declares no limit of its own.
@@ -268,7 +290,7 @@ class SharedPrefixLM(HFLM):
                 than the model's window has.
         """
         if any(request.args[1].get("do_sample") for request in requests):
-            if process_count() > 1:
+            if self._processes > 1:
                 raise ValueError(
                     f"task {requests[0].task_name!r} samples, and several processes would draw "
                     "other numbers than one; score it without a launcher"
@@ -288,7 +310,7 @@ class SharedPrefixLM(HFLM):
         ids, _ = self.tok_batch_encode(
             [context], left_truncate_len=room, truncation=bool(self.truncation)
         )
-        return Prompt(context, json.dumps(options, sort_keys=True), tuple(ids[0].tolist()))
+        return Prompt(context, json.dumps(options), tuple(ids[0].tolist()))
 
     def _divide_prompts(self, prompts: Sequence[Prompt], parts: int) -> list[list[int]]:
         if self.states is None:
@@ -338,9 +360,13 @@ class SharedPrefixLM(HFLM):
         mask = options.pop("attention_mask").bool()
         prompts = zip(context, mask, strict=True)
         held = begun.rows([row_of[tuple(ids[real].tolist())] for ids, real in prompts])
-        ids = torch.cat([held.input_ids, context[:, -1:]], 1)
         more = max_length - context.shape[1]
-        options["attention_mask"] = torch.cat([held.attention_mask, mask[:, -1:]], 1)
+        real = torch.cat([held.attention_mask, mask[:, -1:]], 1)
+        ids = torch.cat([held.input_ids, context[:, -1:]], 1)
+        # all but the last are read: generate only shows them to penalties of repetition
+        ids = ids.masked_fill(real == 0, self.tokenizer.pad_token_id)
+        ids = ids.gather(1, real.argsort(dim=1, stable=True))
+        options["attention_mask"] = real
         if held.cache is not None:
             options[CACHE] = held.cache
         found = super()._model_generate(ids, ids.shape[1] + more, stop, **options)
@@ -362,8 +388,13 @@ class SharedPrefixLM(HFLM):
             work: Answers requests, and hands over each answer.
         """
         keys = [self._answers.key(kind, each) for each in asked]
-        known = ((i, self._answers.get(key)) for i, key in enumerate(keys))
-        found = {i: value for i, value in known if value is not None}
+
+        def kept(indices: list[int]) -> dict[int, A]:
+            known = ((i, self._answers.get(keys[i])) for i in indices)
+            return {i: value for i, value in known if value is not None}
+
+        # a process may have files that another one, on another machine, has not
+        found = together([[*range(len(asked))]] * self._processes, kept)
         open_ = [i for i in range(len(asked)) if i not in found]
 
         def mine(part: list[int]) -> dict[int, A]:
@@ -382,7 +413,7 @@ class SharedPrefixLM(HFLM):
                     self._set_backend(max(1, self._rows // 2), self._call_tokens // 2)
             return answered
 
-        parts = divide([asked[i] for i in open_], process_count())
+        parts = divide([asked[i] for i in open_], self._processes)
         found |= together(parts, mine)
         self.reading.close()
         return [found[i] for i in range(len(asked))]
@@ -414,13 +445,34 @@ def batch_limits(batch_size: int | str) -> tuple[int, int | None]:
     return int(batch_size), None
 
 
+def memory_limit(state_memory: float | str) -> int:
+    """Return the bytes of so many MiB.
+
+    Raises:
+        ValueError: It is no number above 0.
+    """
+    try:
+        given = float(state_memory)
+    except ValueError:
+        given = math.nan
+    if not 0 < given < math.inf:
+        raise ValueError(f"state_memory must be a number of MiB above 0, got {state_memory!r}")
+    return int(given * 2**20)
+
+
 def _request(context: list[int], continuation: list[int], window: int) -> Request:
-    """Return a request cut from the left to a window, as ``HFLM`` cuts it."""
+    """Return a request cut from the left to a window, as ``HFLM`` cuts it.
+
+    Raises:
+        ValueError: There is nothing to score, or nothing that it is predicted from.
+    """
     if not 1 <= len(continuation) <= window:
         raise ValueError(
             f"a continuation must have between 1 and {window} tokens, the model's window, got "
             f"{len(continuation)}"
         )
+    if not context:  # lm-eval gives the blanks at a context's end to the continuation
+        raise ValueError("a context must be empty or have more than blanks, got blanks alone")
     return Request(tuple((context + continuation)[-(window + 1) :]), len(continuation))
 
 

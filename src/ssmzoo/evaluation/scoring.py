@@ -100,7 +100,7 @@ def score_task(
     lm.reading.reset()
     rolling = any(task.OUTPUT_TYPE == "loglikelihood_rolling" for task in tasks.values())
     outcome = lm.run(loaded, limit=limit, bootstrap_draws=BOOTSTRAP_DRAWS, keep_samples=rolling)
-    reading = lm.reading.counts(shares=lm.states is not None)
+    reading = lm.counts()
     rows: list[Score] = []
     for name, numbers in outcome["results"].items():
         count = outcome["n-samples"].get(name)

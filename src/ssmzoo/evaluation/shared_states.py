@@ -84,7 +84,8 @@ class SharedStates:
         self._bytes = lambda seen: first + (second - first) * max(seen - 1, 0)
         if memory is not None and memory < first:
             raise ValueError(
-                f"state_memory must hold a state of this model, {first:,} bytes, got {memory:,}"
+                f"state_memory must hold a state of this model, {first / 2**20:.3g} MiB, got "
+                f"{memory / 2**20:.3g}"
             )
 
     @torch.no_grad()
@@ -210,5 +211,7 @@ def _found(batch: ReadBatch, requests: Sequence[Request], logits: Tensor) -> lis
 def _half_of_free(device: torch.device) -> float:
     """Return half of the bytes that are free on a device."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 2
+        # torch keeps memory that no tensor has
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (torch.cuda.mem_get_info(device)[0] + unused) / 2
     return psutil.virtual_memory().available / 2

@@ -149,6 +149,9 @@ def loss_without_logits(
         targets: ``[B, L]`` int64; -100 does not count.
         classes: V.
         items: What the sum is divided by; None: the number of targets that count.
+
+    Raises:
+        ValueError: The head computes with other parameters than its own.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
     length = max(1, _PIECE // classes)
@@ -184,6 +187,12 @@ class _PieceByPiece(torch.autograd.Function):
             total += loss.detach()
             if asked:
                 slopes = torch.autograd.grad(loss, [piece, *weights], allow_unused=True)
+                if weights and all(slope is None for slope in slopes[1:]):
+                    raise ValueError(
+                        "skip_logits needs a head that computes with its own parameters, and "
+                        "something replaces them in each call (FSDP, where it wraps the head "
+                        "alone); wrap it with the model, or call with skip_logits=False"
+                    )
                 ctx.of_rows[place] = slopes[0]
                 for kept, slope in zip(ctx.of_weights, slopes[1:], strict=True):
                     if slope is not None:

@@ -132,8 +132,9 @@ class CausalLM(Objective):
         from ssmzoo.modeling import SSMForCausalLM
 
         super().__init__(model)
-        if isinstance(model, SSMForCausalLM) and model.config.vocab_size >= MANY_WORDS:
-            self.options["skip_logits"] = True
+        if isinstance(model, SSMForCausalLM):
+            config = model.config
+            self.options["skip_logits"] = config.skip_logits or config.vocab_size >= MANY_WORDS
         self._positions = most_positions(model)
         takes_boundaries = "cu_seqlens" in inspect.signature(model.forward).parameters
         self.packed = packs and takes_boundaries
