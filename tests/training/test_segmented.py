@@ -97,6 +97,19 @@ def test_gradients_through_segments_are_those_of_the_unsplit_row_unless_cut(name
     assert max(differences[1]) > 1e-4
 
 
+def test_segments_of_many_words_keep_no_logits_and_give_the_same():
+    model = tiny("longhorn")
+    part, section = some_rows(model.config.vocab_size), SegmentsSection(count=3, gradients="keep")
+    found = []
+    for skips in (False, True):
+        objective = SegmentedLM(model, section, packs=True)
+        objective.options["skip_logits"] = skips
+        found.append(run(model, objective, part))
+    (loss, slopes), (loss_without, slopes_without) = found
+    assert loss_without == pytest.approx(loss, rel=1e-5)
+    assert max(relative(slopes_without[name], slopes[name]) for name in slopes) < 1e-5
+
+
 @pytest.mark.parametrize("name", ["bmojo", "coffee", "longhorn"])
 def test_a_carried_state_is_where_the_last_step_ended(name):
     model = tiny(name)

@@ -103,7 +103,9 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
         runs: list[nn.Module] = []
         for block in blocks:
             # hooks of the block itself stay outside the checkpoint
-            next(block.children()).register_forward_pre_hook(lambda m, _, runs=runs: runs.append(m))
+            next(block.children()).register_forward_pre_hook(
+                lambda *call, runs=runs: runs.append(call[0])
+            )
         again = model(ids, labels=ids).loss
         again.backward()  # recomputes once; a gradient that keeps the graph would keep it ready
         got = {

@@ -25,7 +25,28 @@ if TYPE_CHECKING:
     from ssmzoo.recipe import SegmentsSection
 
 
-class SegmentedLM(CausalLM):
+class PiecesLM(CausalLM):
+    """Predict the next token in rows that are read in pieces, each with a cache."""
+
+    def _read(
+        self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], cache: Any
+    ) -> tuple[Any, torch.Tensor]:
+        """Return a model's output for a piece, and the sum of the losses."""
+        import torch
+
+        from ssmzoo.modeling.compat import CACHE
+
+        batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
+        more = {CACHE: cache, "use_cache": True}
+        if self.options.get("skip_logits") and torch.is_grad_enabled():
+            batch["shift_labels"] = piece["targets"][None]
+            output = forward(batch, num_items_in_batch=1, **more)  # a sum, no mean
+            return output, output.loss
+        output = forward(batch, **more)
+        return output, loss_sum(output.logits[0], piece["targets"])
+
+
+class SegmentedLM(PiecesLM):
     """Predict the next token in rows that are read in segments.
 
     Args:
@@ -67,15 +88,10 @@ class SegmentedLM(CausalLM):
 
         total: Any = 0.0
         for segment in piece:
-            state = self._state(part, segment)
-            output = forward(
-                {name: segment[name] for name in ("input_ids", "cu_seqlens")},
-                **{CACHE: state},
-                use_cache=True,
-            )
+            output, loss = self._read(forward, segment, self._state(part, segment))
             self._carried[part] = output[CACHE]
             self._carried[part].batch_select_indices(segment["leaving"])
-            total = total + loss_sum(output.logits[0], segment["targets"])
+            total = total + loss
         # a step that follows may begin where this one ends, but without its graph
         self._carried[part].detach()
         return total / max(1, targets)
@@ -112,7 +128,7 @@ class SegmentedLM(CausalLM):
             cache.layers[int(index)].states[name] = state.to(device)
 
 
-class SequenceParallelLM(CausalLM):
+class SequenceParallelLM(PiecesLM):
     """Predict the next token in rows that several processes read, a piece each.
 
     Args:
@@ -151,15 +167,16 @@ class SequenceParallelLM(CausalLM):
         self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
     ) -> torch.Tensor:
         """Return the mean over the piece's ``targets``, 0 where there are none."""
-        return loss_sum(self._read(forward, piece), piece["targets"]) / max(1, targets)
+        return self._read(forward, piece, self._cache(piece))[1] / max(1, targets)
 
     def evaluate(self, forward: Callable[..., Any], part: Rows) -> torch.Tensor:
         """Return the sums of :meth:`measure` over this process's piece."""
         (piece,) = self.pieces(part)
-        logits = self._read(forward, piece)
+        output, loss = self._read(forward, piece, self._cache(piece))
+        logits = output.logits[0]
         targets = piece["targets"].to(logits.device)
         sums = self.zeros(logits.device)
-        sums[0], sums[1] = loss_sum(logits, targets), (logits.argmax(-1) == targets).sum()
+        sums[0], sums[1] = loss, (logits.argmax(-1) == targets).sum()
         sums[2] = self.targets(part)
         return sums
 
@@ -167,16 +184,13 @@ class SequenceParallelLM(CausalLM):
         """Return the first column of this process's piece, and its width."""
         return _span_of(part, self._place, self._count)
 
-    def _read(self, forward: Callable[..., Any], piece: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of a piece."""
+    def _cache(self, piece: dict[str, torch.Tensor]) -> Any:
+        """Return the cache that passes a piece's states on."""
         from ssmzoo.modeling import CutRows, sequence_cache
-        from ssmzoo.modeling.compat import CACHE
 
         device = self._model.device
         rows = CutRows(*(piece[name].to(device) for name in CutRows._fields))
-        cache = sequence_cache(self._model, self._group, rows=rows)
-        batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
-        return forward(batch, **{CACHE: cache}, use_cache=True).logits[0]
+        return sequence_cache(self._model, self._group, rows=rows)
 
 
 def _span_of(part: Rows, place: int, count: int) -> tuple[int, int]:
