@@ -327,13 +327,14 @@ def test_loglikelihoods_do_not_depend_on_the_batch_size(config):
 
 
 def test_logits_of_16_bits_are_scored_in_float32():
-    from ssmzoo.evaluation.scorer import Scorer, tamed
+    from ssmzoo.evaluation import SharedPrefixLM
+    from ssmzoo.evaluation.lm_eval_log import tamed
 
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(LLAMA).to(torch.bfloat16).eval()
     request = ragged_requests()[0][1]
     with tamed():
-        ((score, _),) = Scorer(network, byte_tokenizer(), batch_size=1).loglikelihood([request])
+        ((score, _),) = SharedPrefixLM(network, byte_tokenizer()).loglikelihood([request])
     context, continuation = (torch.tensor(list(text.encode())) for text in request.args)
     read = torch.cat([context, continuation])[None, :-1]
     with torch.no_grad():

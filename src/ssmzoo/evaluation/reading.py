@@ -37,12 +37,11 @@ class Reading:
         """Begin to read: so many tokens for requests that would take others alone."""
         self.close()
         self.alone += alone
-        saved = f", {alone / planned:.1f} times as many asked" if planned else ""
         self._bar = tqdm(
             total=planned,
             unit=" tokens",
             unit_scale=True,
-            desc=f"reading {planned:,} tokens{saved}",
+            desc=f"reading {planned:,} tokens in place of {alone:,}",
             disable=self._silent,
         )
 
@@ -51,6 +50,8 @@ class Reading:
         self.read += tokens
         if self._bar is not None:
             self._bar.update(tokens)
+            if self._bar.n >= self._bar.total:
+                self.close()
 
     def close(self) -> None:
         """End the bar."""

@@ -12,11 +12,11 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import lm_eval
 import lm_eval.api.task
@@ -36,44 +36,13 @@ from ssmzoo.evaluation.planner import Request, Tokens
 from ssmzoo.evaluation.reading import Finish, Reading
 from ssmzoo.evaluation.results import TokensRead
 from ssmzoo.evaluation.shared_states import Held, SharedStates
+from ssmzoo.evaluation.sharing import Sharing, process_count, together
 from ssmzoo.modeling import load_state_adapter
 from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.stock import choose_kernels
 
-T = TypeVar("T")
-A = TypeVar("A")
 LOG = logging.getLogger("ssmzoo")
-
-
-def process_count() -> int:
-    """Return how many processes score together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def together(parts: list[list[int]], answer: Callable[[list[int]], dict[int, A]]) -> dict[int, A]:
-    """Answer requests in all processes together; all must call this, and get all answers.
-
-    Args:
-        parts: Each process's requests, by index.
-        answer: Answers some of them.
-
-    Raises:
-        Exception: In all processes, where ``answer`` raises in one.
-    """
-    if len(parts) == 1:
-        return answer(parts[0])
-    outcome: Any
-    try:
-        outcome = answer(parts[dist.get_rank()])
-    except Exception as error:
-        outcome = error
-    everyone: list[Any] = [None] * len(parts)
-    dist.all_gather_object(everyone, outcome)
-    for error in everyone:
-        if isinstance(error, Exception):
-            raise error
-    return {index: value for part in everyone for index, value in part.items()}
 
 
 # rows of a call where the batch size is "auto", and tokens; a call that finds no memory halves both
@@ -139,15 +108,14 @@ class SharedPrefixLM(HFLM):
         self._rank, self._world_size = 0, 1
         # those that a model is split over read the same together
         split = getattr(self.model, "tp_size", None) is not None
-        self._processes = 1 if split else process_count()
-        if self._processes > 1:
-            dist.barrier()  # all have read the answers of a killed call before one adds to them
         if not getattr(self.model.config, "decodable", True):
             rows = 1
         self.batch_size_per_gpu = rows
         self._memory = memory
-        self._answers = Answers() if answers is None else answers
+        kept = Answers() if answers is None else answers
+        self._sharing = Sharing(kept, 1 if split else process_count(), self._shrink)
         self._silent = not sys.stderr.isatty() or (process_count() > 1 and dist.get_rank() > 0)
+        # the rows that have read prompts but their last tokens, from which _model_generate goes on
         self._begun: tuple[Held, dict[Tokens, int]] | None = None
         self._set_backend(rows, tokens)
         self.reading = Reading(silent=self._silent)
@@ -162,6 +130,13 @@ class SharedPrefixLM(HFLM):
             self.states = self._backend = SharedStates(
                 self.model, rows=rows, tokens=tokens, memory=self._memory, autocast=self._autocast
             )
+
+    def _shrink(self) -> bool:
+        """Make calls half as large, unless their size was asked for."""
+        if self._call_tokens is None or self._rows == 1:
+            return False
+        self._set_backend(max(1, self._rows // 2), self._call_tokens // 2)
+        return True
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
@@ -182,7 +157,7 @@ class SharedPrefixLM(HFLM):
         """Return what all processes read since ``reading`` was reset."""
         numbers = self.reading.alone, self.reading.read
         each = together(
-            [[rank] for rank in range(self._processes)], lambda mine: {mine[0]: numbers}
+            [[rank] for rank in range(self._sharing.processes)], lambda mine: {mine[0]: numbers}
         )
         alone, read = (sum(column) for column in zip(*each.values(), strict=True))
         return {"shared_states": self.states is not None, "read": read, "alone": alone}
@@ -224,7 +199,7 @@ class SharedPrefixLM(HFLM):
             self.add_bos_token = adds_bos
         if self.whole:
             whole = [(self.prefix_token_id, *text) for text in texts]
-            return self._answer("whole text", whole, _in_turn, self._score_texts)
+            return self._sharing.answer("whole text", whole, _in_turn, self._score_texts)
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -254,7 +229,7 @@ class SharedPrefixLM(HFLM):
                 "from the left",
                 *(cut, len(asked), self.max_length),
             )
-        found = self._answer("loglikelihood", asked, self._divide, self._score)
+        found = self._sharing.answer("loglikelihood", asked, self._divide, self._score)
         for (strings, _, _), answer in zip(requests, found, strict=True):
             if strings is not None:
                 self.cache_hook.add_partial("loglikelihood", strings, answer)
@@ -290,14 +265,14 @@ class SharedPrefixLM(HFLM):
                 than the model's window has.
         """
         if any(request.args[1].get("do_sample") for request in requests):
-            if self._processes > 1:
+            if self._sharing.processes > 1:
                 raise ValueError(
                     f"task {requests[0].task_name!r} samples, and several processes would draw "
                     "other numbers than one; score it without a launcher"
                 )
             return super().generate_until(requests, disable_tqdm or self._silent)
         asked = [self._prompt(*request.args) for request in requests]
-        return self._answer("text", asked, self._divide_prompts, self._generate)
+        return self._sharing.answer("text", asked, self._divide_prompts, self._generate)
 
     def _prompt(self, context: str, options: dict[str, Any]) -> Prompt:
         """Return a prompt with its tokens, as ``HFLM`` cuts them."""
@@ -371,52 +346,6 @@ class SharedPrefixLM(HFLM):
             options[CACHE] = held.cache
         found = super()._model_generate(ids, ids.shape[1] + more, stop, **options)
         return torch.cat([context, found[:, ids.shape[1] :]], 1)
-
-    def _answer(
-        self,
-        kind: str,
-        asked: Sequence[T],
-        divide: Callable[[Sequence[T], int], list[list[int]]],
-        work: Callable[[Sequence[T], Finish[A]], None],
-    ) -> list[A]:
-        """Answer requests in all processes, but those that a killed call has answered.
-
-        Args:
-            kind: What is asked.
-            asked: The requests.
-            divide: Returns each process's requests.
-            work: Answers requests, and hands over each answer.
-        """
-        keys = [self._answers.key(kind, each) for each in asked]
-
-        def kept(indices: list[int]) -> dict[int, A]:
-            known = ((i, self._answers.get(keys[i])) for i in indices)
-            return {i: value for i, value in known if value is not None}
-
-        # a process may have files that another one, on another machine, has not
-        found = together([[*range(len(asked))]] * self._processes, kept)
-        open_ = [i for i in range(len(asked)) if i not in found]
-
-        def mine(part: list[int]) -> dict[int, A]:
-            answered: dict[int, A] = {}
-
-            def finish(index: int, answer: A) -> None:
-                answered[todo[index]] = answer
-                self._answers.add(keys[todo[index]], answer)
-
-            while todo := [open_[i] for i in part if open_[i] not in answered]:
-                try:
-                    work([asked[i] for i in todo], finish)
-                except torch.OutOfMemoryError:
-                    if self._call_tokens is None or self._rows == 1:
-                        raise
-                    self._set_backend(max(1, self._rows // 2), self._call_tokens // 2)
-            return answered
-
-        parts = divide([asked[i] for i in open_], self._processes)
-        found |= together(parts, mine)
-        self.reading.close()
-        return [found[i] for i in range(len(asked))]
 
 
 @dataclass(frozen=True)
