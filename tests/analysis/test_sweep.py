@@ -410,7 +410,7 @@ def test_the_sweeps_that_pages_show_choose_runs(command):
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_file_in_the_way_of_a_sweep_is_named_before_any_run(place, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RuntimeError, match=r"output_dir must be .*/file' is no folder"):
+    with pytest.raises(RuntimeError, match=r"output_dir '.*' cannot be written: Not a directory"):
         sweep(one_run(), tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine"
 

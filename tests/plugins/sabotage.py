@@ -790,7 +790,7 @@ NARROW = {
         "batch_repeat_interleave",
         patch=(StateCache, "batch_repeat_interleave", tiled),
     ),
-    "shared_prefix": narrow("IndexError", patch=(StateCache, "selected", selected_in_place)),
+    "shared_prefix": narrow("second use", patch=(StateCache, "selected", selected_in_place)),
     "cache_file": narrow("logits", patch=(StateCache, "load", loaded_coarsely)),
     "prompt_state": narrow("has seen", patch=(PromptState, "inputs", with_the_state_itself)),
     "cache_precision": narrow("it accumulates", mixer=KeepsALowState),

@@ -7,13 +7,10 @@ the ops equal their references is the business of ``tests/kernels``.
 import copy
 import itertools
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import bmojo as oracle
 from tests.training.test_segmented import relative, run, some_rows
@@ -25,11 +22,11 @@ from transformers import MambaConfig, MambaForCausalLM
 from ssmzoo.analysis.sweep import sweep
 from ssmzoo.analysis.sweep_plan import load_sweep
 from ssmzoo.modeling import LayerState, StateCache
-from ssmzoo.recipe import SegmentsSection, load_recipe
+from ssmzoo.recipe import SegmentsSection
 from ssmzoo.testing import FamilyConformance
 from ssmzoo.training.objectives import CausalLM
 from ssmzoo.training.segments import SegmentedLM
-from ssmzoo_bmojo import FAMILY, attention, modeling_bmojo
+from ssmzoo_bmojo import FAMILY, attention
 from ssmzoo_bmojo.convert_bmojo import from_mamba
 from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table
 from ssmzoo_kernels import use_backend
@@ -633,27 +630,6 @@ def test_presets_have_the_papers_sizes(preset):
     size = preset.rpartition("-")[2]
     named = float(size[:-1]) * (1e9 if size.endswith("b") else 1e6)
     assert abs(count / named - 1) < 0.03
-
-
-def test_the_pages_example_runs():
-    page = Path(modeling_bmojo.__file__).with_name("README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names = {}
-    with torch.device("meta"):
-        exec(code, names)
-    for name, preset in (("model", "bmojo-130m"), ("mamba", "mamba-130m")):
-        assert names[name].num_parameters() == COUNTS[preset]
-    assert all(f"{count:,}" in page for count in COUNTS.values())
-
-
-def test_the_pages_segments_are_a_recipes():
-    page = Path(modeling_bmojo.__file__).with_name("README.md").read_text(encoding="utf-8")
-    (section,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    wanted = yaml.safe_load(section)["train"]
-    options = [f"train.{name}={yaml.safe_dump(value)}" for name, value in wanted.items()]
-    train = load_recipe("bmojo-demo", options).train
-    assert (train.seq_len, train.segments.count) == (16384, 8)
-    assert train.segments.carry
 
 
 @torch.no_grad()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+LOG = logging.getLogger("ssmzoo")
 
 
 class Answers:
@@ -20,7 +23,7 @@ class Answers:
 
     def __init__(self, path: Path | None = None, facts: object = None, suffix: str = "") -> None:
         self._facts = json.dumps(facts, sort_keys=True, default=str)
-        self._path, self._suffix = path, suffix
+        self._path, self._suffix, self._keeps = path, suffix, True
         self._known: dict[str, Any] = {}
         for file in self._files():
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -35,14 +38,20 @@ class Answers:
         return self._known.get(key)
 
     def add(self, key: str, answer: Any) -> None:
-        """Keep an answer."""
-        if self._path is None:
+        """Keep an answer; where that fails, scoring goes on."""
+        if self._path is None or not self._keeps:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_name(self._path.name + self._suffix).open(
-            "a", encoding="utf-8"
-        ) as file:
-            file.write(f"\n{json.dumps([key, answer])}\n")  # there may be half a line
+        own = self._path.with_name(self._path.name + self._suffix)
+        try:
+            own.parent.mkdir(parents=True, exist_ok=True)
+            with own.open("a", encoding="utf-8") as file:
+                file.write(f"\n{json.dumps([key, answer])}\n")  # there may be half a line
+        except OSError as error:
+            self._keeps = False
+            LOG.warning(
+                "%s cannot be written (%s): were this call killed, the next would ask all again",
+                *(own, error.strerror),
+            )
 
     def remove(self) -> None:
         """Remove the files: all is answered."""
@@ -59,6 +68,6 @@ class Answers:
     def _take(self, line: str) -> None:
         try:
             key, answer = json.loads(line)
-        except ValueError:  # an empty one, or half of one
+        except (TypeError, ValueError):  # an empty one, or half of one
             return
         self._known[key] = tuple(answer) if isinstance(answer, list) else answer
