@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssmzoo.evaluation.planner import WORTH, Limits, Request, plan, shares, tokens_alone
+from ssmzoo.evaluation.planner import WIDER, WORTH, Limits, Request, plan, shares, tokens_alone
 
 MANY = 10**9
 
@@ -37,7 +37,7 @@ def follow(requests, limits):
                 ended.append(index)
                 # what ends a request comes after all that scores it
                 assert scored[index] == [*range(requests[index].predictor, read.end)]
-        assert len(batch.reads) <= limits.rows
+        assert len(batch.reads) <= limits.rows * (WIDER if batch.depth else 1)
         width = max(read.end - read.begin for read in batch.reads)
         assert len(rows) == 1 or limits.tokens is None or len(rows) * width <= limits.tokens
         if batch.keeps:
@@ -109,7 +109,7 @@ def test_examples_contexts_and_answers_are_each_read_once():
     # an answer's last token is not read
     assert planned.read == 1100 + 60 * (130 + 4 * 59)
     assert tokens_alone(requests) == 240 * (1100 + 130 + 59)
-    assert len(planned.batches) == 1 + 8 + 30
+    assert len(planned.batches) == 1 + 2 + 8
 
 
 def test_answers_of_one_token_are_one_read():

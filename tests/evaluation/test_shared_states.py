@@ -195,7 +195,7 @@ def test_a_call_that_finds_no_memory_is_repeated_with_fewer_rows(monkeypatch):
     lm, forward = ours(model, "auto"), model.model.forward
 
     def small(*args, **kwargs):
-        if len(args[0] if args else kwargs["input_ids"]) > 3:
+        if len(args[0] if args else kwargs["input_ids"]) > 4:
             raise torch.OutOfMemoryError("too many rows")
         return forward(*args, **kwargs)
 

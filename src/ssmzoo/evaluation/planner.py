@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+# a call behind kept states has so many times the rows of one from the beginning, whose rows are
+# longer, if it has no more tokens
+WIDER = 4
 WORTH = 32  # tokens that a kept state must save: about the price of one more row in a call
 
 Tokens = tuple[int, ...]
@@ -91,7 +94,8 @@ class Limits:
     """What calls and kept states may take.
 
     Attributes:
-        rows: Rows of a call.
+        rows: Rows of a call that reads from the beginning; behind kept states up to ``WIDER`` times
+            as many, with at most the tokens of so many requests.
         tokens: Tokens of a call, padding included; None: any number. One row is always read.
         memory: Bytes of kept states.
         state_bytes: Bytes of the state of one row that has seen so many tokens, padding included.
@@ -251,7 +255,9 @@ def _apart(node: _Node) -> list[_Node]:
 
 def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterator[ReadBatch]:
     """Yield the batches, depth first: those that go on from a batch before the next of its kind."""
-    waiting = _groups([_Row(0, 0, node) for node in _apart(root)], 0, 0, 0.0, limits)
+    waiting: list[_Group] = []
+    if first := [_Row(0, 0, node) for node in _apart(root)]:
+        waiting = _groups(first, 0, 0, 0.0, limits)
     while waiting:
         group = waiting.pop()
         reads = [_read(row, requests) for row in group.rows]
@@ -282,24 +288,35 @@ def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits
             kept.append(row)
         else:
             asked += [_Row(row.parent, row.begin, node) for node in _apart(row.node)]
-    groups = [_Group(depth, False, part, seen, held) for part in _cut(others, limits, limits.rows)]
     # shorter rows are padded to the longest
-    size = limits.state_bytes(seen + max((row.length for row in kept), default=0))
-    room = max(1, int(left / 2 / size)) if size else limits.rows
-    for part in _cut(kept, limits, min(room, limits.rows)):
+    columns = seen + max(row.length for row in others + kept)
+    size = limits.state_bytes(columns)
+    room = int(left / 2 / size) if size else WIDER * limits.rows
+    most, tokens = limits.rows, limits.tokens
+    if depth:
+        most = max(most, min(WIDER * most, room))
+        tokens = min(limits.rows * columns, limits.rows * columns if tokens is None else tokens)
+    groups = [_Group(depth, False, part, seen, held) for part in _cut(others, most, tokens)]
+    for part in _cut(kept, min(most, max(1, room)), tokens):
         columns = seen + part[0].length
         held_then = held + len(part) * limits.state_bytes(columns)
         groups.append(_Group(depth, True, part, columns, held_then))
     return groups
 
 
-def _cut(rows: list[_Row], limits: Limits, most: int) -> list[list[_Row]]:
-    """Cut rows into batches of about the same length, the longest first."""
+def _cut(rows: list[_Row], most: int, tokens: int | None) -> list[list[_Row]]:
+    """Cut rows into batches of about the same length, the longest first.
+
+    Args:
+        rows: In any order.
+        most: Rows of a batch.
+        tokens: Tokens of a batch, if it has several rows; None: any number.
+    """
     batches: list[list[_Row]] = []
     width = 0  # of the latest batch, whose first row is the longest
     for row in sorted(rows, key=lambda row: -row.length):
         count = len(batches[-1]) + 1 if batches else most + 1
-        if count > most or (limits.tokens is not None and width * count > limits.tokens):
+        if count > most or (tokens is not None and width * count > tokens):
             batches.append([])
             width = row.length
         batches[-1].append(row)

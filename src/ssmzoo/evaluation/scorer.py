@@ -8,6 +8,7 @@ Importing this module imports lm-eval, torch and transformers; ``evaluate`` does
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -87,6 +88,7 @@ class SharedPrefixLM(HFLM):
         answers: Answers | None = None,
         **options: Any,
     ) -> None:
+        self._encoded: dict[Any, list[int]] = {}  # the latest texts
         rows, tokens = batch_limits(batch_size)
         memory = None if state_memory is None else memory_limit(state_memory)
         super().__init__(
@@ -185,6 +187,18 @@ class SharedPrefixLM(HFLM):
         )
         assert outcome is not None
         return dict(outcome)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
+        """Return the tokens of a text; lm-eval asks for a context once for each answer."""
+        asked = functools.partial(super().tok_encode, string, add_special_tokens, **options)
+        key = (string, add_special_tokens, self.add_bos_token, *options.items())
+        found = self._encoded.pop(key, None)
+        self._encoded[key] = asked() if found is None else found
+        if len(self._encoded) > 2:  # a context, and the same with an answer
+            del self._encoded[next(iter(self._encoded))]
+        return list(self._encoded[key])
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Score continuations; see ``HFLM``."""
