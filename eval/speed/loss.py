@@ -19,8 +19,8 @@ from pathlib import Path
 PRESET, WORDS, ROWS, LENGTH = "longhorn-125m", 50_304, 4, 2048
 
 
-def step(skip: bool) -> dict[str, float]:
-    """Return the seconds of a step, and the bytes by which the process grew."""
+def step(skip: bool, checkpointing: bool) -> dict[str, float]:
+    """Return the seconds of a step, and the MiB by which the process grew."""
     import torch
 
     from ssmzoo import load_family
@@ -28,6 +28,8 @@ def step(skip: bool) -> dict[str, float]:
     family = load_family(PRESET.partition("-")[0])
     torch.manual_seed(0)
     model = family.causal_lm_class(family.config(PRESET, vocab_size=WORDS)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     for rows, length in ((1, 64), (ROWS, LENGTH)):
         ids = torch.randint(WORDS, (rows, length))
         before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
@@ -44,18 +46,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="gradient checkpointing: few activations"
+    )
     parser.add_argument("--step", choices=("with", "without"), help="one step, in this process")
     options = parser.parse_args()
     if options.step is not None:
-        print(json.dumps(step(options.step == "without")))
+        print(json.dumps(step(options.step == "without", options.checkpointing)))
         return 0
     rows = []
     for run in range(options.runs):
         for kind in ("with", "without"):
             call = [sys.executable, __file__, str(options.output), "--step", kind]
+            call += ["--checkpointing"] if options.checkpointing else []
             found = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
             rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
-            rows[-1] |= {"run": run, **found}
+            rows[-1] |= {"checkpointing": options.checkpointing, "run": run, **found}
             print(rows[-1], flush=True)
     with options.output.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
