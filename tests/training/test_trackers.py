@@ -30,6 +30,7 @@ class Recording(GeneralTracker):
         super().__init__()
         self.project, self.folder, self.arguments = project, folder, arguments
         self.logged, self.pictures, self.config, self.finished = [], [], None, 0
+        self.samples = []
 
     @property
     def tracker(self):
@@ -51,7 +52,10 @@ class Recording(GeneralTracker):
         self._draw()
         if self.fails_at is not None and step >= self.fails_at:
             raise OSError("no network")
-        self.logged.append((step, values))
+        if "sample" in values:
+            self.samples.append(values["sample"])
+        else:
+            self.logged.append((step, values))
 
     def log_images(self, values, step=None):
         self.pictures.append((step, values))
@@ -113,6 +117,8 @@ def test_a_tracker_gets_the_recipe_and_every_line_and_changes_no_weight(
     (made,) = recording.made
     assert (made.project, made.folder, made.finished) == ("ants and bees", run / "trackers", 1)
     assert without_times(made.logged) == lines(run)
+    (sample,) = made.samples
+    assert isinstance(sample, str)
     assert made.config["train.lr"] == 0.01
     assert made.config["model.config.hidden_size"] == 16
     assert made.config["data.text"] == '["texts"]'  # without this machine's folders

@@ -288,9 +288,10 @@ class LogSection(Section):
     Attributes:
         every: Steps.
         curves: Whether the picture is drawn.
-        trackers: Experiment trackers that get the lines, the recipe and the picture, by the names
-            that Accelerate has for them: ``tensorboard``, ``wandb``, ``trackio`` and others. Their
-            packages are installed apart, and their own variables say where they send it.
+        trackers: Experiment trackers that get the lines, the recipe, the picture and, in the end, a
+            text that a language model writes, by the names that Accelerate has for them:
+            ``tensorboard``, ``wandb``, ``trackio`` and others. Their packages are installed apart,
+            and their own variables say where they send it.
         project: Their project, ``ssmzoo`` if absent.
     """
 

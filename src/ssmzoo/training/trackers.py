@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ssmzoo.recipe import Recipe
 
 logger = logging.getLogger("ssmzoo")
+SAMPLED_TOKENS = 200
 
 
 def require_trackers(names: Iterable[str]) -> None:
@@ -127,6 +128,35 @@ def track_picture(accelerator: Accelerator, picture: Path, *, step: int) -> None
             tracker.log_images({"curves": values}, step=step, **layout)
 
     _each(accelerator, send)
+
+
+def track_sample(accelerator: Accelerator, model: Any, tokenizer: Any, *, step: int) -> None:
+    """Send a text of a language model, drawn from its first token on, as ``sample``.
+
+    None of a model whose weights lie on several processes, or that cannot generate.
+    """
+    import torch
+
+    if not accelerator.trackers or accelerator.is_fsdp2 or not model.can_generate():
+        return
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if first is None:
+        return
+    ids = torch.tensor([[first]], device=model.device)
+    try:
+        with _same_random_state(), accelerator.autocast():
+            written = model.eval().generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=SAMPLED_TOKENS,
+                do_sample=True,
+                pad_token_id=first,
+            )
+    except Exception as error:  # the run is finished, with all that it has to leave
+        logger.warning("no sample of text for the trackers: %s", first_line(error))
+        return
+    text = tokenizer.decode(written[0], skip_special_tokens=True)
+    _each(accelerator, lambda tracker: tracker.log({"sample": text}, step=step))
 
 
 def finish_trackers(accelerator: Accelerator) -> None:

@@ -31,7 +31,7 @@ from ssmzoo.training.model import build_config
 from ssmzoo.training.schedule import Plan, require_ahead
 from ssmzoo.training.step import NOTHING_TO_PREDICT, Learner, Step
 from ssmzoo.training.stopping import Stopped, StopRequest, signal_of
-from ssmzoo.training.trackers import start_trackers, track_picture
+from ssmzoo.training.trackers import start_trackers, track_picture, track_sample
 from ssmzoo.training.validation import (
     Metrics,
     evaluate_checkpoint,
@@ -352,6 +352,10 @@ class Run:
         if self.recipe.log.curves:
             self.folder.draw(self._title(), objective.loss_name, now=True)
             track_picture(self.processes.accelerator, self.folder.picture, step=progress.step)
+        if self.source.task is None and (tokenizer := self.source.tokenizer) is not None:
+            track_sample(
+                self.processes.accelerator, self.learner.bare, tokenizer, step=progress.step
+            )
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.learner.bare.num_parameters():,} parameters"
