@@ -8,13 +8,14 @@ Each step runs in a process of its own, whose first step, on 64 tokens, is not c
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from report import write_table
 
 PRESET, WORDS, ROWS, LENGTH = "longhorn-125m", 50_304, 4, 2048
 
@@ -63,10 +64,7 @@ def main() -> int:
             rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
             rows[-1] |= {"checkpointing": options.checkpointing, "run": run, **found}
             print(rows[-1], flush=True)
-    with options.output.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(rows, options.output)
     return 0
 
 

@@ -9,7 +9,6 @@ Texts are pages of this repository, cut to the lengths that the tasks of each fo
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from report import write_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig
 
 import ssmzoo.auto
@@ -103,10 +103,7 @@ def main() -> int:
             row = {"model": name, "form": form, "requests": len(arguments)}
             rows.append(row | measure(model, tokenizer, kind, arguments, options))
             print(rows[-1], flush=True)
-    with options.output.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(rows, options.output)
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lm_eval.models.huggingface import HFLM
 
-from ssmzoo.evaluation.planner import Request, tokens_alone
+from ssmzoo.evaluation.planner import Request, cut, tokens_alone
 from ssmzoo.evaluation.reading import Finish, Reading
 
 LOG = logging.getLogger("ssmzoo")
@@ -75,18 +75,21 @@ class PaddedRows:
         self, requests: Sequence[Request], finish: Finish[tuple[float, bool]], reading: Reading
     ) -> None:
         """Score as ``HFLM`` does."""
-        batches = self._batches(requests)
-        rows = [{requests[i].tokens[:-1] for i in batch} for batch in batches]
-        reading.start(tokens_alone(requests), sum(len(row) for batch in rows for row in batch))
-        for batch, read in zip(batches, rows, strict=True):
-            asked = [requests[i] for i in batch]
+
+        def length(row: list[int]) -> int:
+            return len(requests[row[0]].tokens) - 1
+
+        rows = self._rows_of(requests)
+        reading.start(tokens_alone(requests), sum(map(length, rows)))
+        for batch in cut(rows, length, self._rows, self._tokens):
+            indices = [index for row in batch for index in row]
             pairs = [
                 (None, list(each.tokens[: -each.scored]), list(each.tokens[-each.scored :]))
-                for each in asked
+                for each in (requests[index] for index in indices)
             ]
             answers = self._answer(pairs, disable_tqdm=True, override_bs=len(pairs))
-            reading.add(sum(map(len, read)))
-            for index, answer in zip(batch, answers, strict=True):
+            reading.add(sum(map(length, batch)))
+            for index, answer in zip(indices, answers, strict=True):
                 finish(index, answer)
 
     @staticmethod
@@ -96,16 +99,3 @@ class PaddedRows:
         for index, request in enumerate(requests):
             groups.setdefault(request.tokens[:-1], []).append(index)
         return [groups[row] for row in sorted(groups, key=lambda row: (-len(row), row))]
-
-    def _batches(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return requests in batches; those whose rows are the same count once."""
-        batches: list[list[int]] = []
-        count = width = 0
-        for row in self._rows_of(requests):
-            count += 1
-            full = self._tokens is not None and count * width > self._tokens
-            if not batches or count > self._rows or full:
-                batches.append([])
-                count, width = 1, len(requests[row[0]].tokens) - 1
-            batches[-1] += row
-        return batches

@@ -31,6 +31,7 @@ from ssmzoo.environment.places import require_writable
 from ssmzoo.environment.portable import portable_command
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.loading import load_to_run
+from ssmzoo.evaluation.planner import batch_limits, memory_limit
 from ssmzoo.evaluation.results import (
     Results,
     Score,
@@ -187,6 +188,8 @@ class _Call:
         for argument, value in (("batch_size", self.batch_size), ("limit", self.limit)):
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}")
+        batch_limits(self.batch_size)
+        memory_limit(self.state_memory)
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be between 0 and {2**32 - 1}, got {self.seed}")
         check_dtype(self.dtype)

@@ -11,17 +11,23 @@ number of bytes.
 
 from __future__ import annotations
 
+import math
+import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 # a call behind kept states has so many times the rows of one from the beginning, whose rows are
 # longer, if it has no more tokens
 WIDER = 4
+# rows of a call where the batch size is "auto", and tokens; a call that finds no memory halves both
+AUTO_ROWS, AUTO_TOKENS = 64, 16_384
 WORTH = 32  # tokens that a kept state must save: about the price of one more row in a call
 
 Tokens = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,36 @@ class _Group:
     held: float
 
 
+def batch_limits(batch_size: int | str) -> tuple[int, int | None]:
+    """Return the most rows and tokens of a call.
+
+    Raises:
+        ValueError: It is neither a count nor "auto".
+    """
+    if str(batch_size).partition(":")[0] == "auto":
+        return AUTO_ROWS, AUTO_TOKENS
+    if not str(batch_size).isdecimal() or int(batch_size) < 1:
+        raise ValueError(f"batch_size must be at least 1, or 'auto', got {batch_size!r}")
+    return int(batch_size), None
+
+
+def memory_limit(state_memory: float | str | None) -> int | None:
+    """Return the bytes of so many MiB; None of None.
+
+    Raises:
+        ValueError: It is no number above 0.
+    """
+    if state_memory is None:
+        return None
+    try:
+        given = float(state_memory)
+    except ValueError:
+        given = math.nan
+    if not 0 < given < math.inf:
+        raise ValueError(f"state_memory must be a number of MiB above 0, got {state_memory!r}")
+    return int(given * 2**20)
+
+
 def plan(requests: Sequence[Request], limits: Limits) -> ReadPlan:
     """Return how to read requests; see the module.
 
@@ -187,6 +223,28 @@ def shares(requests: Sequence[Request], parts: int) -> list[list[int]]:
         near = range(max(cuts[-1], even - around, 1), min(even + around + 1, len(order)))
         cuts.append(min(near, key=lambda i: (common[i], abs(i - even)), default=cuts[-1]))
     return [order[begin:end] for begin, end in pairwise([*cuts, len(order)])]
+
+
+def cut(
+    rows: Iterable[T], length: Callable[[T], int], most: int, tokens: int | None
+) -> list[list[T]]:
+    """Cut rows into batches of about the same length, the longest first.
+
+    Args:
+        rows: In any order.
+        length: Returns the tokens of a row.
+        most: Rows of a batch.
+        tokens: Tokens of a batch, if it has several rows; None: any number.
+    """
+    batches: list[list[T]] = []
+    width = 0  # of the latest batch, whose first row is the longest
+    for row in sorted(rows, key=length, reverse=True):
+        count = len(batches[-1]) + 1 if batches else most + 1
+        if count > most or (tokens is not None and width * count > tokens):
+            batches.append([])
+            width = length(row)
+        batches[-1].append(row)
+    return batches
 
 
 def _common(a: Tokens, b: Tokens) -> int:
@@ -255,9 +313,7 @@ def _apart(node: _Node) -> list[_Node]:
 
 def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterator[ReadBatch]:
     """Yield the batches, depth first: those that go on from a batch before the next of its kind."""
-    waiting: list[_Group] = []
-    if first := [_Row(0, 0, node) for node in _apart(root)]:
-        waiting = _groups(first, 0, 0, 0.0, limits)
+    waiting = _groups([_Row(0, 0, node) for node in _apart(root)], 0, 0, 0.0, limits)
     while waiting:
         group = waiting.pop()
         reads = [_read(row, requests) for row in group.rows]
@@ -289,38 +345,21 @@ def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits
         else:
             asked += [_Row(row.parent, row.begin, node) for node in _apart(row.node)]
     # shorter rows are padded to the longest
-    columns = seen + max(row.length for row in others + kept)
+    columns = seen + max((row.length for row in others + kept), default=0)
     size = limits.state_bytes(columns)
     room = int(left / 2 / size) if size else WIDER * limits.rows
     most, tokens = limits.rows, limits.tokens
     if depth:
         most = max(most, min(WIDER * most, room))
-        tokens = min(limits.rows * columns, limits.rows * columns if tokens is None else tokens)
-    groups = [_Group(depth, False, part, seen, held) for part in _cut(others, most, tokens)]
-    for part in _cut(kept, min(most, max(1, room)), tokens):
+        whole = limits.rows * columns
+        tokens = whole if tokens is None else min(tokens, whole)
+    length = operator.attrgetter("length")
+    groups = [_Group(depth, False, part, seen, held) for part in cut(others, length, most, tokens)]
+    for part in cut(kept, length, min(most, max(1, room)), tokens):
         columns = seen + part[0].length
         held_then = held + len(part) * limits.state_bytes(columns)
         groups.append(_Group(depth, True, part, columns, held_then))
     return groups
-
-
-def _cut(rows: list[_Row], most: int, tokens: int | None) -> list[list[_Row]]:
-    """Cut rows into batches of about the same length, the longest first.
-
-    Args:
-        rows: In any order.
-        most: Rows of a batch.
-        tokens: Tokens of a batch, if it has several rows; None: any number.
-    """
-    batches: list[list[_Row]] = []
-    width = 0  # of the latest batch, whose first row is the longest
-    for row in sorted(rows, key=lambda row: -row.length):
-        count = len(batches[-1]) + 1 if batches else most + 1
-        if count > most or (tokens is not None and width * count > tokens):
-            batches.append([])
-            width = row.length
-        batches[-1].append(row)
-    return batches
 
 
 def _read(row: _Row, requests: Sequence[Request]) -> Read:

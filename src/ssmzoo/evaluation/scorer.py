@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lm_eval
-import lm_eval.api.task
 import torch
 import torch.distributed as dist
 from lm_eval.models.huggingface import HFLM
@@ -33,7 +31,7 @@ import ssmzoo.auto  # noqa: F401  # a model may be given by its folder
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
-from ssmzoo.evaluation.planner import Request, Tokens
+from ssmzoo.evaluation.planner import Request, Tokens, batch_limits, memory_limit
 from ssmzoo.evaluation.reading import Finish, Reading
 from ssmzoo.evaluation.results import TokensRead
 from ssmzoo.evaluation.shared_states import Held, SharedStates
@@ -44,10 +42,6 @@ from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.stock import choose_kernels
 
 LOG = logging.getLogger("ssmzoo")
-
-
-# rows of a call where the batch size is "auto", and tokens; a call that finds no memory halves both
-AUTO_ROWS, AUTO_TOKENS = 64, 16_384
 
 
 class SharedPrefixLM(HFLM):
@@ -88,9 +82,10 @@ class SharedPrefixLM(HFLM):
         answers: Answers | None = None,
         **options: Any,
     ) -> None:
-        self._encoded: dict[Any, list[int]] = {}  # the latest texts
+        # a context, and the same with an answer
+        self._latest = functools.lru_cache(maxsize=2)(self._encode)
         rows, tokens = batch_limits(batch_size)
-        memory = None if state_memory is None else memory_limit(state_memory)
+        self._memory = memory_limit(state_memory)
         super().__init__(
             pretrained=pretrained,
             tokenizer=tokenizer,
@@ -113,7 +108,6 @@ class SharedPrefixLM(HFLM):
         if not getattr(self.model.config, "decodable", True):
             rows = 1
         self.batch_size_per_gpu = rows
-        self._memory = memory
         kept = Answers() if answers is None else answers
         self._sharing = Sharing(kept, 1 if split else process_count(), self._shrink)
         self._silent = not sys.stderr.isatty() or (process_count() > 1 and dist.get_rank() > 0)
@@ -192,13 +186,12 @@ class SharedPrefixLM(HFLM):
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
         """Return the tokens of a text; lm-eval asks for a context once for each answer."""
-        asked = functools.partial(super().tok_encode, string, add_special_tokens, **options)
-        key = (string, add_special_tokens, self.add_bos_token, *options.items())
-        found = self._encoded.pop(key, None)
-        self._encoded[key] = asked() if found is None else found
-        if len(self._encoded) > 2:  # a context, and the same with an answer
-            del self._encoded[next(iter(self._encoded))]
-        return list(self._encoded[key])
+        return [*self._latest(string, add_special_tokens, self.add_bos_token, **options)]
+
+    def _encode(
+        self, string: str, add_special_tokens: bool | None, _: bool | None, **options: Any
+    ) -> tuple[int, ...]:
+        return tuple(super().tok_encode(string, add_special_tokens, **options))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Score continuations; see ``HFLM``."""
@@ -373,34 +366,6 @@ class Prompt:
     def arguments(self) -> tuple[str, dict[str, Any]]:
         """Return the arguments of a request, as lm-eval gives them."""
         return self.context, json.loads(self.options)
-
-
-def batch_limits(batch_size: int | str) -> tuple[int, int | None]:
-    """Return the most rows and tokens of a call.
-
-    Raises:
-        ValueError: It is neither a count nor "auto".
-    """
-    if str(batch_size).partition(":")[0] == "auto":
-        return AUTO_ROWS, AUTO_TOKENS
-    if not str(batch_size).isdecimal() or int(batch_size) < 1:
-        raise ValueError(f"batch_size must be at least 1, or 'auto', got {batch_size!r}")
-    return int(batch_size), None
-
-
-def memory_limit(state_memory: float | str) -> int:
-    """Return the bytes of so many MiB.
-
-    Raises:
-        ValueError: It is no number above 0.
-    """
-    try:
-        given = float(state_memory)
-    except ValueError:
-        given = math.nan
-    if not 0 < given < math.inf:
-        raise ValueError(f"state_memory must be a number of MiB above 0, got {state_memory!r}")
-    return int(given * 2**20)
 
 
 def _request(context: list[int], continuation: list[int], window: int) -> Request:

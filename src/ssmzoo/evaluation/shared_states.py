@@ -152,7 +152,7 @@ class SharedStates:
         elif width and (batch.keeps or self._goes_on(batch, requests)):
             cache = self._backbone.cache_class(self._backbone.config)
         whole = mask if before is None else torch.cat([before.attention_mask, mask], 1)
-        logits = self._logits(ids, whole, cache, _asked(batch, width)) if width else None
+        logits = self._logits(ids, whole, cache, _asked(batch)) if width else None
         seen = ids if before is None else torch.cat([before.input_ids, ids], 1)
         return Held(cache, seen, whole), logits
 
@@ -178,7 +178,7 @@ class SharedStates:
             return self._model(ids, logits_to_keep=asked, **given).logits
 
 
-def _asked(batch: ReadBatch, width: int) -> int:
+def _asked(batch: ReadBatch) -> int:
     """Return of how many last columns logits are asked."""
     places = [read.end - answer.begin for read in batch.reads for answer in read.answers]
     return max(places, default=0)
