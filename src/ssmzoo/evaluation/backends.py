@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from lm_eval.models.huggingface import HFLM
 
-from ssmzoo.evaluation.planner import Request, cut, tokens_alone
+from ssmzoo.evaluation.planner import Request, cut_into_batches, tokens_alone
 from ssmzoo.evaluation.reading import Finish, Reading
 
 LOG = logging.getLogger("ssmzoo")
@@ -81,7 +81,7 @@ class PaddedRows:
 
         rows = self._rows_of(requests)
         reading.start(tokens_alone(requests), sum(map(length, rows)))
-        for batch in cut(rows, length, self._rows, self._tokens):
+        for batch in cut_into_batches(rows, length, self._rows, self._tokens):
             indices = [index for row in batch for index in row]
             pairs = [
                 (None, list(each.tokens[: -each.scored]), list(each.tokens[-each.scored :]))

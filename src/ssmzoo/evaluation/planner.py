@@ -225,7 +225,7 @@ def shares(requests: Sequence[Request], parts: int) -> list[list[int]]:
     return [order[begin:end] for begin, end in pairwise([*cuts, len(order)])]
 
 
-def cut(
+def cut_into_batches(
     rows: Iterable[T], length: Callable[[T], int], most: int, tokens: int | None
 ) -> list[list[T]]:
     """Cut rows into batches of about the same length, the longest first.
@@ -354,8 +354,11 @@ def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits
         whole = limits.rows * columns
         tokens = whole if tokens is None else min(tokens, whole)
     length = operator.attrgetter("length")
-    groups = [_Group(depth, False, part, seen, held) for part in cut(others, length, most, tokens)]
-    for part in cut(kept, length, min(most, max(1, room)), tokens):
+    groups = [
+        _Group(depth, False, part, seen, held)
+        for part in cut_into_batches(others, length, most, tokens)
+    ]
+    for part in cut_into_batches(kept, length, min(most, max(1, room)), tokens):
         columns = seen + part[0].length
         held_then = held + len(part) * limits.state_bytes(columns)
         groups.append(_Group(depth, True, part, columns, held_then))
