@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from ssmzoo import Converter, Family, Paper
+from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_bmojo import BMojoConfig
 from .convert_bmojo import from_official
+from .from_attention import copy, fields
 from .modeling_bmojo import (
     BMojoForCausalLM,
     BMojoForImageClassification,
@@ -116,4 +117,5 @@ FAMILY = Family(
         "o_proj",
     ),
     converter=Converter(BMojoForCausalLM, from_official),
+    from_attention=FromAttention(fields, copy),
 )

@@ -1,8 +1,9 @@
 """COFFEE for Hugging Face: context-selective state-space models, by feedback."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Family, FromAttention, Paper
 
 from .configuration_coffee import CoffeeConfig
+from .from_attention import copy, fields
 from .images import CoffeeForImageClassification
 from .modeling_coffee import (
     CoffeeForCausalLM,
@@ -101,4 +102,5 @@ FAMILY = Family(
         "output_filter": True,
     },
     lora_targets=("in_proj", "out_proj"),
+    from_attention=FromAttention(fields, copy),
 )

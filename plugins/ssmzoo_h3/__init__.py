@@ -1,9 +1,10 @@
 """H3 for Hugging Face: state spaces for language, alone and beside attention."""
 
-from ssmzoo import Converter, Family, Paper
+from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_h3 import H3Config
 from .convert_h3 import from_official
+from .from_attention import copy, fields
 from .modeling_h3 import (
     H3ForCausalLM,
     H3ForImageClassification,
@@ -47,4 +48,5 @@ FAMILY = Family(
     tiny={**_TINY, "head_dim": 2, "dt_min": 0.02, "dt_max": 0.5},
     lora_targets=("q_proj", "k_proj", "v_proj", "out_proj"),
     converter=Converter(H3ForCausalLM, from_official),
+    from_attention=FromAttention(fields, copy),
 )

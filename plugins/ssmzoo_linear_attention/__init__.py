@@ -1,9 +1,10 @@
 """Gated linear attention for Hugging Face: the models of seven papers as settings of one layer."""
 
-from ssmzoo import Converter, Family, Paper
+from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_linear_attention import LinearAttentionConfig
 from .convert_linear_attention import from_official, to_official
+from .from_attention import copy, fields
 from .modeling_linear_attention import (
     LinearAttentionForCausalLM,
     LinearAttentionForImageClassification,
@@ -78,4 +79,5 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "out_proj"),
     converter=Converter(LinearAttentionForCausalLM, from_official, to_official),
+    from_attention=FromAttention(fields, copy),
 )

@@ -1,9 +1,10 @@
 """Longhorn for Hugging Face: state-space models as amortized online learners."""
 
-from ssmzoo import Converter, Family, Paper
+from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_longhorn import LonghornConfig
 from .convert_longhorn import from_official, to_official
+from .from_attention import copy, fields
 from .modeling_longhorn import (
     LonghornForCausalLM,
     LonghornForImageClassification,
@@ -71,4 +72,5 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "x_proj", "dt_proj", "out_proj"),
     converter=Converter(LonghornForCausalLM, from_official, to_official),
+    from_attention=FromAttention(fields, copy),
 )

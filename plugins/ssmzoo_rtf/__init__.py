@@ -1,9 +1,10 @@
 """RTF for Hugging Face: rational transfer functions, and the Hyena operator."""
 
-from ssmzoo import Converter, Family, Paper
+from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_rtf import RTFConfig
 from .convert_rtf import from_official, to_official
+from .from_attention import copy, fields
 from .modeling_rtf import (
     RTFForCausalLM,
     RTFForImageClassification,
@@ -175,4 +176,5 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "down_proj", "out_proj"),
     converter=Converter(RTFForCausalLM, from_official, to_official),
+    from_attention=FromAttention(fields, copy),
 )

@@ -7,7 +7,7 @@ own recurrent models on the zoo's kernels, ``restore`` undoes it, ``accelerated`
 
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.family import Converter, Family, Paper, families, load_family
+from ssmzoo.family import Converter, Family, FromAttention, Paper, families, load_family
 
 if TYPE_CHECKING:
     from ssmzoo.modeling.stock import accelerate, accelerated, restore
@@ -17,6 +17,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Converter",
     "Family",
+    "FromAttention",
     "Paper",
     "accelerate",
     "accelerated",

@@ -51,6 +51,21 @@ class Converter:
 
 
 @dataclass(frozen=True)
+class FromAttention:
+    """How a family's mixer starts from an attention layer's weights, for ``ssmzoo prime``.
+
+    Attributes:
+        fields: Called with the attention's configuration; returns the mixer's fields that make it
+            of the attention's sizes. A preset and the user's own fields win over them.
+        copy: Called with the attention and a new mixer in its place; copies queries, keys, values
+            and outputs into the mixer's counterparts. All else stays as the family draws it.
+    """
+
+    fields: Callable[[Any], dict[str, Any]]
+    copy: Callable[[Any, Any], None]
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family, the type of a plugin's ``FAMILY``.
 
@@ -72,6 +87,7 @@ class Family:
         forecasting_class: The head that forecasts the values after a series, if there is one;
             it has no Auto class.
         converter: Translates weights of the official code, if it can be done.
+        from_attention: Starts a mixer from an attention layer, if it has counterparts of its parts.
     """
 
     name: str
@@ -88,6 +104,7 @@ class Family:
     image_classification_class: type[PreTrainedModel] | None = None
     forecasting_class: type[PreTrainedModel] | None = None
     converter: Converter | None = None
+    from_attention: FromAttention | None = None
 
     def __post_init__(self) -> None:
         """Take the place of its stand-in, where a plugin is imported by its own name."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.load import model_folder
+from ssmzoo.checkpoints.load import Dtype, load_model, model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
 from ssmzoo.family import Converter, claims, family_of, load_family
 from ssmzoo.files import (
@@ -20,6 +20,7 @@ from ssmzoo.files import (
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
 OFFICIAL = "official"  # where a family's name may stand: the way back
 
@@ -64,7 +65,7 @@ def to_family(
     told: dict[str, Any] = {}
     if config is not None or beside.is_file():
         told = read_json(beside if config is None else Path(config))
-    told |= _fields(overrides)
+    told |= fields_of_overrides(overrides)
     try:
         ours, ours_config = converter.from_official(weights, told)
     except StrictDataclassError as error:  # a value of another kind than its field
@@ -74,6 +75,33 @@ def to_family(
     model.tie_weights()
     write_folder(target, model.save_pretrained)
     return target
+
+
+def load_hybrid(model: str, dtype: Dtype) -> PreTrainedModel:
+    """Return a hybrid, or a Transformer as a hybrid of attention alone.
+
+    Args:
+        model: A folder or a Hub id.
+        dtype: Of the weights.
+
+    Raises:
+        LookupError: There is no such model.
+        ValueError: It cannot be loaded, or a hybrid cannot hold it; the message names the field.
+    """
+    import torch
+
+    network: Any = load_model(model, model_folder(model), dtype, False)
+    if network.config.model_type == "ssmzoo_hybrid":
+        return network
+    converter = load_family("hybrid").converter
+    assert converter is not None
+    weights, config = converter.from_official(network.state_dict(), network.config.to_dict())
+    with torch.device("meta"):
+        hybrid: Any = converter.model_class(config)
+    hybrid.load_state_dict(weights, assign=True)
+    hybrid.tie_weights()
+    hybrid.generation_config = network.generation_config
+    return hybrid.eval()
 
 
 def to_official(model: str | Path, output: str | Path) -> Path:
@@ -140,7 +168,12 @@ def _read(source: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+def fields_of_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return fields by name of ``KEY=VALUE`` each, the value as YAML.
+
+    Raises:
+        ValueError: A text has no ``=``, or its value is no YAML.
+    """
     fields: dict[str, Any] = {}
     for override in overrides:
         key, equals, value = override.partition("=")

@@ -15,6 +15,7 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"  # of PromptState.save_pretrained; no weights
 GOLDEN = "golden.safetensors"  # of ssmzoo.testing.golden; no weights
+PRIMING = "priming.json"  # of a hybrid that was made from a Transformer: from which, and how
 # of a state adapter, a folder of its own or beside the weights that it starts
 ADAPTER_FILE, ADAPTER_CONFIG = "state_adapter.safetensors", "state_adapter.json"
 ADAPTER_FORMAT = "ssmzoo-state-adapter-1"

@@ -34,6 +34,7 @@ VERBS = (
     publishing.PUBLISH,
     publishing.EXPORT,
     publishing.CONVERT,
+    training.PRIME,
     training.DISTILL,
     training.SWEEP,
     machine.EXEC,

@@ -1,4 +1,4 @@
-"""Commands that make models: train, consolidate, distill, sweep."""
+"""Commands that make models: train, consolidate, prime, distill, sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ import dataclasses
 import os
 from pathlib import Path
 
-from ssmzoo.cli.options import JSON, LENGTH, NAMES, OUTPUT, SAVED_MODEL, SET, STOCK, Option, Verb
+from ssmzoo.cli.options import (
+    JSON,
+    LENGTH,
+    NAMES,
+    OUTPUT,
+    SAVED_MODEL,
+    SEED,
+    SET,
+    STOCK,
+    TEXT,
+    Option,
+    Verb,
+)
 from ssmzoo.cli.show import print_json, quieten_bars
 
 
@@ -67,6 +79,66 @@ CONSOLIDATE = Verb(
         OUTPUT.but(required=True, help="the model's new folder"),
     ),
     _consolidate,
+)
+
+
+def _prime(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from ssmzoo.checkpoints.convert import fields_of_overrides
+    from ssmzoo.distillation.prime import prime
+
+    quieten_bars()
+    with tqdm(desc="score", unit="layer", disable=None if options.text else True) as bar:
+
+        def progress(done: int, layers: int) -> None:
+            bar.total = layers
+            bar.update(done - bar.n)
+
+        folder, layers, scores = prime(
+            options.model,
+            options.mixer,
+            options.layers,
+            options.output,
+            fields=fields_of_overrides(options.set),
+            start=options.start,
+            text=options.text,
+            seed=options.seed,
+            progress=progress,
+        )
+    if scores is not None:
+        print(scores.table())
+    print(f"layers {', '.join(map(str, layers))} are {options.mixer}")
+    print(folder)
+    return 0
+
+
+PRIME = Verb(
+    "prime",
+    "start a hybrid from a Transformer: other mixers in place of attention",
+    "ssmzoo prime runs/llama-teacher/model --mixer longhorn --layers half --output runs/primed",
+    (
+        SAVED_MODEL,
+        Option("--mixer", metavar="FAMILY[:PRESET]", required=True, help="the new mixer"),
+        Option(
+            "--layers",
+            metavar="LAYERS",
+            default="half",
+            help="half (default), all, numbers such as 1,3,5, or best:N by --text",
+        ),
+        OUTPUT.but(required=True, help="the hybrid's new folder"),
+        SET.but(help="a field of the mixer, e.g. d_state=32; may be repeated"),
+        Option(
+            "--start",
+            choices=("copied", "drawn"),
+            default="copied",
+            metavar="START",
+            help="copied from attention (default) or drawn",
+        ),
+        TEXT.but(help="a text to score layers by, for best:N: a file or a folder"),
+        SEED.but(help="seed of what is drawn (default: 0)"),
+    ),
+    _prime,
 )
 
 

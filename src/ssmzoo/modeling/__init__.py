@@ -5,6 +5,7 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 """
 
 from ssmzoo.environment.messages import suggestion
+from ssmzoo.modeling.attention_parts import attention_parts, require_width, start_as_identity
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import StateCache
@@ -95,6 +96,7 @@ __all__ = [
     "Trajectories",
     "UnservedError",
     "add_state_adapter",
+    "attention_parts",
     "check_weights",
     "flip",
     "flip_steps",
@@ -107,6 +109,7 @@ __all__ = [
     "recurrent",
     "remove_state_adapter",
     "require_fields",
+    "require_width",
     "right_aligned",
     "rotary_angles",
     "rotary_turns",
@@ -115,6 +118,7 @@ __all__ = [
     "sequence_cache",
     "sequence_piece",
     "split_heads",
+    "start_as_identity",
     "suggestion",
     "token_of_layer",
     "token_positions",

@@ -18,6 +18,7 @@ import yaml
 from ssmzoo.checkpoints.load import model_name
 from ssmzoo.checkpoints.weights import (
     NO_WEIGHTS,
+    PRIMING,
     SHARDS,
     is_sharded,
     parameter_count,
@@ -28,7 +29,7 @@ from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
 from ssmzoo.files import json_of, package_data, parse_yaml, read_json, write_json
-from ssmzoo.publishing.card_metadata import base_name, recipe_metadata
+from ssmzoo.publishing.card_metadata import base_name, primed_metadata, recipe_metadata
 
 PICTURE = "loss.png"
 
@@ -159,8 +160,13 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         found = {name: run.total(name) for name in _TOTALS}
         found |= {name: run.last(name) for name in _LAST}
         measured = {name: value if is_number(value) else None for name, value in found.items()}
-    base = base_name(run.recipe) if run else None
+    primed = read_json(folder / PRIMING) if (folder / PRIMING).is_file() else None
+    base = primed["base_model"] if primed else base_name(run.recipe) if run else None
     told = {**run.facts, **({"base": base} if base else {})} if run else None
+    card = recipe_metadata(run.recipe) if run else {}
+    if primed:
+        told = {**(told or {}), "base": base, "primed": primed}
+        card = primed_metadata(primed) | card
     facts = CardFacts(
         name=model_name(str(folder)),
         revision=revision,
@@ -173,7 +179,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         recipe=_recipe(run.recipe) if run else None,
         measured=measured,
         picture=bool(run and run.picture),
-        card=recipe_metadata(run.recipe) if run else {},
+        card=card,
     )
     # the file beside a card names no folder of the machine that trained
     plain: Any = portable(asdict(facts))

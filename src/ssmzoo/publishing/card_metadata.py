@@ -37,6 +37,12 @@ def recipe_metadata(recipe: object) -> dict[str, Any]:
     return checked({**known, **_part(recipe, "card")})
 
 
+def primed_metadata(primed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata that a primed model has of its base: its Hub id, and its licence."""
+    found = {"base_model": _on_hub(primed["base_model"]), "license": primed.get("license")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def base_name(recipe: object) -> str | None:
     """Return the name of a run's initial weights, a Hub id or a folder's name; None without."""
     place = _part(recipe, "model").get("init_from")

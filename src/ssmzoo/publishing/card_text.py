@@ -244,9 +244,21 @@ def training_table(facts: CardFacts, head: Head) -> str:
     source = data.get("source") if isinstance(data, dict) else None
     if source in ("text", "jsonl", "parquet") and "datasets" not in facts.card:
         rows.insert(1, ["From", "files of the machine that trained it: no published data set"])
+    if primed := (facts.run or {}).get("primed"):
+        rows.insert(0, ["Primed", _primed(primed)])
     if base := (facts.run or {}).get("base"):
         rows.insert(0, ["Base", base])
     return as_table(["", ""], rows)
+
+
+def _primed(primed: Mapping[str, Any]) -> str:
+    """Return which layers of a base got other mixers, and the stages since."""
+    layers = ", ".join(map(str, primed["layers"]))
+    told = [f"{primed['mixer']} in place of attention in the layers {layers}"]
+    for stage in primed["stages"]:
+        name = f"{stage['stage']} ({stage['match']})" if "match" in stage else stage["stage"]
+        told.append(f"{name} on {_number(stage['tokens'])} tokens")
+    return "; then ".join(told)
 
 
 def _number(value: Any, places: int = 4) -> str:

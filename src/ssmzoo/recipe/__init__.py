@@ -18,6 +18,7 @@ from ssmzoo.recipe.recipe import Recipe
 from ssmzoo.recipe.sections import (
     HIGHER_IS_BETTER,
     AdapterSection,
+    AlignSection,
     CardSection,
     CheckpointSection,
     DataSection,
@@ -31,6 +32,7 @@ from ssmzoo.recipe.train import GroupSection, SegmentsSection, StopSection, Trai
 __all__ = [
     "HIGHER_IS_BETTER",
     "AdapterSection",
+    "AlignSection",
     "CardSection",
     "CheckpointSection",
     "DataSection",

@@ -14,6 +14,7 @@ from ssmzoo.environment.messages import suggestion
 from ssmzoo.files import STDLIB, dump_yaml
 from ssmzoo.recipe.sections import (
     AdapterSection,
+    AlignSection,
     CardSection,
     CheckpointSection,
     DataSection,
@@ -34,6 +35,7 @@ class Recipe(Section):
     data: DataSection
     train: TrainSection
     adapter: AdapterSection | None = None
+    align: AlignSection | None = None
     card: CardSection | None = None
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -55,6 +57,8 @@ class Recipe(Section):
             self._pieces_fit(self.train.sequence_parallel)
         if self.adapter is not None:
             self._adapter_fits()
+        if self.align is not None:
+            self._alignment_fits()
         if self.eval.lengths:
             self._lengths_fit()
         if self.supervised:
@@ -102,6 +106,21 @@ class Recipe(Section):
                 "adapter must be absent with train.sequence_parallel and train.segments, whose "
                 "pieces of a row do not start anew"
             )
+
+    def _alignment_fits(self) -> None:
+        if self.model.init_from is None:
+            raise ValueError("align needs model.init_from, a model that 'ssmzoo prime' wrote")
+        others = {
+            "adapter": self.adapter is not None,
+            "data.task": self.data.task is not None,
+            "eval.lengths": bool(self.eval.lengths),
+            "train.only": self.train.only is not None,
+            "train.segments": self.train.segments is not None,
+            "train.sequence_parallel": self.train.sequence_parallel > 1,
+        }
+        for name, given in others.items():
+            if given:
+                raise ValueError(f"{name} must be absent with align")
 
     def _lengths_fit(self) -> None:
         from ssmzoo.tasks import length_argument
@@ -183,10 +202,13 @@ class Recipe(Section):
         if isinstance(cache, str):  # a folder, made where there is none
             arguments["cache"] = _absolute(cache)
         changed["task_args"] = arguments
-        model = self.model
+        model, align = self.model, self.align
         if model.init_from is not None and _expanded(model.init_from).is_dir():
             model = model.model_copy(update={"init_from": _absolute(model.init_from)})
-        return self.model_copy(update={"data": data.model_copy(update=changed), "model": model})
+        if align is not None and _expanded(align.teacher).is_dir():
+            align = align.model_copy(update={"teacher": _absolute(align.teacher)})
+        data = data.model_copy(update=changed)
+        return self.model_copy(update={"data": data, "model": model, "align": align})
 
 
 def _require_task(name: str) -> None:

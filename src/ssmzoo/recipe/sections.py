@@ -312,6 +312,36 @@ class AdapterSection(Section):
     kind: Literal["state"]
 
 
+class AlignSection(Section):
+    """Train the mixers of a hybrid that its teacher does not have to give what the teacher gives.
+
+    All other weights of ``model.init_from``, which ``ssmzoo prime`` writes, stay: they are the
+    teacher's, so that nothing but its attention is held beside them.
+
+    Attributes:
+        teacher: The model whose attention was replaced, a folder or a Hub id.
+        match: ``mixers``: each mixer reads what the teacher's attention reads, and learns its
+            outputs, all layers in one pass. ``hidden`` and ``logits``: the whole model learns the
+            teacher's last hidden states, or its logits.
+        temperature: Of ``logits``; both models' are divided by it.
+    """
+
+    teacher: str
+    match: Literal["mixers", "hidden", "logits"] = "mixers"
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+
+    @field_validator("teacher")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        return _not_blank(value, "align.teacher")
+
+    @model_validator(mode="after")
+    def _temperature_counts(self) -> AlignSection:
+        if self.temperature != 1 and self.match != "logits":
+            raise ValueError(f"align.temperature needs align.match 'logits', got {self.match!r}")
+        return self
+
+
 class CardSection(Section):
     """The metadata of the model's card, by which the Hub lists models.
 

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ssmzoo.recipe.sections import HIGHER_IS_BETTER, Beta, Count, Section, exactly_one, whole_number
+from ssmzoo.recipe.sections import (
+    HIGHER_IS_BETTER,
+    Beta,
+    Count,
+    Names,
+    Section,
+    exactly_one,
+    whole_number,
+)
 
 # The fields that each schedule has and others refuse, by their defaults; a recipe must give what is
 # None. All have a warm-up; two of them another default of it.
@@ -104,6 +112,8 @@ class TrainSection(Section):
         warmup: Linear warm-up: a share of the steps below 1, a number of steps from 1 on. If
             absent, 0.05, and 0 for ``plateau`` and ``drop``.
         weight_decay: For the parameters that decay at all. AdamW with 0 is Adam.
+        only: Patterns such as ``*.mixer.*``, for the names of the parameters to train; the others
+            stay.
         groups: An own ``lr`` and ``weight_decay`` of a parameter group of the model, such as
             ``ssm``, or of a parameter of its mixers, such as ``B``.
         betas: AdamW's.
@@ -131,6 +141,7 @@ class TrainSection(Section):
     below: Annotated[float, Field(gt=0)] | None = None
     warmup: Annotated[float, Field(ge=0)] = 0.05
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    only: Names | None = None
     groups: dict[str, GroupSection] = {}
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95]
     clip: Annotated[float, Field(ge=0)] = 1.0

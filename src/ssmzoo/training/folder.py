@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ssmzoo.checkpoints.weights import (
+    PRIMING,
     holds_state_adapter,
     read_adapter_config,
     weights_revision,
@@ -132,6 +133,17 @@ class RunFolder:
         if changes:
             described["changes"] = changes
         write_json(self.path / "run.json", described)
+        self._begin_stage(recipe)
+
+    def _begin_stage(self, recipe: Recipe) -> None:
+        """Keep how a primed model began, with this run as its latest stage."""
+        before, here = Path(recipe.model.init_from or "") / PRIMING, self.path / PRIMING
+        if before.is_file() and not here.exists():
+            told = read_json(before)
+            stage = {"stage": "tune"}
+            if recipe.align is not None:
+                stage = {"stage": "align", "match": recipe.align.match}
+            write_json(here, {**told, "stages": [*told["stages"], stage]})
 
     def _record_changes(self, facts: dict[str, Any], step: int) -> list[dict[str, Any]]:
         """Return all changes since the run began, after writing them down if there are new ones."""
@@ -188,13 +200,21 @@ class RunFolder:
 
         Files that others put there, a card say, stay.
         """
-        _renew(self.path / "model", lambda folder: write_model(final, folder))
+        last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
+
+        def write(folder: Path) -> None:
+            write_model(final, folder)
+            if (primed := self.path / PRIMING).exists():
+                told = read_json(primed)
+                told["stages"][-1] |= {"steps": last["step"], "tokens": last["tokens"]}
+                write_json(folder / PRIMING, told, indent=2)
+
+        _renew(self.path / "model", write)
         if holds_state_adapter(final):
             _renew(self.path / "adapter", lambda folder: write_adapter(final, folder))
         if scores is not None:
             self.write_results(scores, model_type, parameters)
         described = read_json(self.path / "run.json")
-        last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
         own = (name for name in ("validation_mse", "validation_rmse") if name in last)
         keys = ("loss", "validation_loss", next(own, "validation_accuracy"))
         facts = {"date": _now(), "parameters": parameters, **facts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ssmzoo.recipe import Recipe
+from ssmzoo.training.align import Align, load_teachers
 from ssmzoo.training.distributed import Processes, gathered, seed_all, settle_buckets
 from ssmzoo.training.metrics import read_gauges
 from ssmzoo.training.model import build_model
@@ -85,10 +87,14 @@ class Learner:
         model = self._build(recipe, config, task, resumes=resumes)
         self.architecture = type(model).__name__
         self.adapter = self._add_adapter(model, recipe)
+        teachers = _freeze(model, recipe, resumes=resumes)
         optimizer = _optimizer(model, recipe)
         self._place(model, recipe)
         self.recurrent = accelerated(model)
-        self.objective = _objective(model, recipe, task, processes.row)
+        if recipe.align is not None:
+            self.objective = Align(model, recipe.align, teachers)
+        else:
+            self.objective = _objective(model, recipe, task, processes.row)
         self._prepare(model, optimizer)
         # not prepared: Accelerate's wrapper steps once for every process
         self.schedule = Schedule(self.optimizer, options, plan, higher=self.objective.higher)
@@ -229,6 +235,28 @@ class Learner:
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         with self._accelerator.autocast():  # which Accelerate leaves to us where it shards
             return model(**moved, **{**self.objective.options, **options})
+
+
+def _freeze(model: Any, recipe: Recipe, *, resumes: bool) -> dict[int, torch.nn.Module]:
+    """Freeze what a recipe does not train; return the teacher's mixers where it aligns new ones.
+
+    Raises:
+        LookupError: A pattern of ``train.only`` fits no parameter.
+    """
+    only, teachers = recipe.train.only, {}
+    if recipe.align is not None:
+        teachers = load_teachers(model, recipe.align.teacher, check=not resumes)
+        only = [f"model.layers.{index}.mixer.*" for index in teachers]
+    if only is not None:
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in only:
+            if not fnmatch.filter(names, pattern):
+                raise LookupError(
+                    f"train.only: no parameter fits {pattern!r}; the first is {names[0]!r}"
+                )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(fnmatch.fnmatchcase(name, p) for p in only))
+    return teachers
 
 
 def _optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optimizer:

@@ -1,0 +1,39 @@
+"""Linear attention that starts from an attention layer: softmax left out, a decay and a gate added.
+
+Queries, keys and values keep their heads, and short convolutions start as the identity, so that
+they do. Rotary positions and norms of keys and queries have no counterpart.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ssmzoo.modeling import attention_parts, require_width, start_as_identity
+
+from .modeling_linear_attention import LinearAttentionMixer
+
+
+def fields(attention: Any) -> dict[str, Any]:
+    """Return the sizes of an attention's configuration: a key head for each of its query heads."""
+    heads, size = attention.heads, attention.head_width
+    found = {"num_heads": heads, "num_key_heads": heads, "head_k_dim": size, "head_v_dim": size}
+    return found | ({"conv_bias": True} if attention.attention_bias else {})
+
+
+def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:
+    """Copy queries, keys, values and outputs, and start the gate between values and outputs.
+
+    Raises:
+        ValueError: The mixer has other sizes than the attention.
+    """
+    parts = attention_parts(attention)
+    for width in mixer.widths:
+        require_width("linear attention", width, parts)
+    rows = mixer.in_proj.weight
+    rows[: sum(mixer.widths)] = torch.cat([parts.q, parts.k, parts.v])
+    if mixer.config.out_gate != "none" and mixer.gate_proj is None:
+        rows[-len(parts.gate) :] = parts.gate
+    mixer.out_proj.weight.copy_(parts.out)
+    if mixer.conv1d is not None:
+        start_as_identity(mixer.conv1d, parts.bias)

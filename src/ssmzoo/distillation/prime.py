@@ -1,0 +1,173 @@
+"""The start of a hybrid from a Transformer: some of its attention layers become other mixers.
+
+The new mixers take over queries, keys, values and outputs where they have such
+(:class:`ssmzoo.family.FromAttention`); everything else is the Transformer's. Training follows:
+``align`` in a recipe, then any recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ssmzoo.checkpoints.convert import load_hybrid
+from ssmzoo.checkpoints.load import holds_tokenizer, load_tokenizer, model_folder, model_name
+from ssmzoo.checkpoints.weights import PRIMING
+from ssmzoo.distillation.layer_scores import LayerScores, score_layers
+from ssmzoo.family import load_family
+from ssmzoo.files import require_new, write_folder, write_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("ssmzoo")
+
+
+def prime(
+    model: str,
+    mixer: str,
+    layers: str,
+    output_dir: str | Path,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    start: Literal["copied", "drawn"] = "copied",
+    text: str | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, layers: None,
+) -> tuple[Path, list[int], LayerScores | None]:
+    """Save a hybrid that begins as a Transformer with other mixers in some layers.
+
+    Args:
+        model: A Transformer that a hybrid can hold, or a hybrid; a folder or a Hub id.
+        mixer: ``FAMILY`` or ``FAMILY:PRESET``, of which the mixer's fields are taken.
+        layers: ``all``; ``half``, every second one from the second on; numbers from 0 on, such as
+            ``1,3,5``; or ``best:N``, the N whose attention is missed least in ``text``.
+        output_dir: The model's folder, new or empty.
+        fields: The mixer's fields, over those of preset and attention.
+        start: ``copied`` from attention, or ``drawn`` as the family draws its parameters.
+        text: A file or a folder of text by which layers are scored, for ``best:N``.
+        seed: Of the parameters that are drawn.
+        progress: Called with the layers that are scored, and all.
+
+    Returns:
+        The folder, the layers that have new mixers, and the layers' scores for ``best:N``.
+
+    Raises:
+        LookupError: There is no such model, family, preset or field.
+        ValueError: The hybrid cannot hold the model, a layer is no attention, or a size does not
+            fit.
+    """
+    import torch
+
+    target = Path(output_dir).expanduser()
+    require_new(target, "output_dir")
+    source = model_folder(model)
+    count = _count(layers) if layers.startswith("best:") else None
+    if (count is None) != (text is None):
+        raise ValueError("layers must be best:N with text, and text needs it, got one alone")
+    network: Any = load_hybrid(model, "auto")
+    scores = None
+    if text is not None and count is not None:
+        scores = score_layers(network, model, text, progress)
+        chosen = scores.least(count)
+    else:
+        chosen = _chosen(layers, network.config.num_hidden_layers)
+    torch.manual_seed(seed)
+    hybrid = _with_mixers(network, mixer, chosen, dict(fields or {}), start)
+    tokenizer = None
+    if source is None or holds_tokenizer(source):
+        tokenizer = load_tokenizer(model, source, False)
+    told = {"base_model": model if source is None else model_name(model)}
+    told |= _licence(source, model)
+    told |= {"mixer": mixer, "start": start, "layers": chosen, "stages": []}
+
+    def write(folder: Path) -> None:
+        hybrid.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        write_json(folder / PRIMING, told, indent=2)
+        if scores is not None:
+            scores.write(folder)
+
+    write_folder(target, write)
+    return target, chosen, scores
+
+
+def _count(layers: str) -> int:
+    number = layers.removeprefix("best:")
+    if not number.isdecimal():
+        raise ValueError(f"layers must be best:N with a whole number N, got {layers!r}")
+    return int(number)
+
+
+def _chosen(layers: str, count: int) -> list[int]:
+    """Return the layers that a text names, of ``count``."""
+    if layers in ("all", "half"):
+        return list(range(count))[slice(None) if layers == "all" else slice(1, None, 2)]
+    parts = layers.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"layers must be all, half, best:N or numbers such as 1,3,5, got {layers!r}"
+        )
+    chosen = sorted({int(part) for part in parts})
+    if chosen[-1] >= count:
+        raise ValueError(f"layers must be from 0 to {count - 1}, got {chosen[-1]}")
+    return chosen
+
+
+def _with_mixers(
+    network: Any, mixer: str, layers: list[int], fields: dict[str, Any], start: str
+) -> nn.Module:
+    """Return a hybrid with the weights of another, but for new mixers in some layers."""
+    import torch
+
+    old = {index: network.model.layers[index].mixer for index in layers}
+    wrong = [index for index, layer in old.items() if not isinstance(layer, _attention())]
+    if wrong:
+        raise ValueError(f"layers must name layers of attention, got {wrong[0]}, which is none")
+    name, _, preset = mixer.partition(":")
+    sizes, section = old[layers[0]].config, {}
+    family = load_family(name)
+    if family.from_attention is not None:
+        section = family.from_attention.fields(sizes)
+    elif start == "copied":
+        logger.warning("family %s has nothing to copy of attention: its mixers are drawn", name)
+    section |= {"family": name, **({"preset": preset} if preset else {}), **fields}
+    config = copy.deepcopy(network.config)
+    kind = preset or name
+    every = [config.mixers[i % len(config.mixers)] for i in range(config.num_hidden_layers)]
+    mixers = [kind if index in old else before for index, before in enumerate(every)]
+    kinds = {before: told for before, told in config.kinds.items() if before in mixers}
+    given = {**config.to_dict(), "mixers": mixers, "kinds": {**kinds, kind: section}}
+    hybrid: Any = type(network)._from_config(type(config).from_dict(given), dtype=network.dtype)
+    new = tuple(f"model.layers.{index}.mixer." for index in layers)
+    kept = {k: x for k, x in network.state_dict().items() if not k.startswith(new)}
+    hybrid.load_state_dict(kept, strict=False, assign=True)
+    hybrid.tie_weights()
+    hybrid.generation_config = network.generation_config
+    if family.from_attention is not None and start == "copied":
+        with torch.no_grad():
+            for index, attention in old.items():
+                family.from_attention.copy(attention, hybrid.model.layers[index].mixer)
+    return hybrid
+
+
+def _attention() -> type[nn.Module]:
+    from ssmzoo.modeling import Attention
+
+    return Attention
+
+
+def _licence(source: Path | None, model: str) -> dict[str, str]:
+    """Return the licence that a model's card names, if it has one."""
+    from huggingface_hub import ModelCard
+
+    place = model if source is None else source / "README.md"
+    try:
+        found = ModelCard.load(place).data.to_dict().get("license")
+    except (OSError, ValueError):  # no card, or none that can be read
+        return {}
+    return {"license": found} if isinstance(found, str) else {}

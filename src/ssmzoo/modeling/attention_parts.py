@@ -1,0 +1,68 @@
+"""An attention layer's weights, for a mixer of another family that starts from them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ssmzoo.modeling.layers import CausalConv1d
+
+
+class AttentionParts(NamedTuple):
+    """An attention's weights with a key and value head for each of its H query heads of size d.
+
+    Attributes:
+        q: ``[H d, D]``, and so are ``k`` and ``v``.
+        out: ``[D, H d]``.
+        gate: ``[H d, D]``, a start for a gate of the values: the mean of v and of out transposed,
+            as hybrid-model-factory has it.
+        bias: Those of q, k and v, ``[3 H d]``; None without.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    gate: Tensor
+    bias: Tensor | None
+
+
+def attention_parts(attention: Any) -> AttentionParts:
+    """Return the weights of an :class:`Attention`."""
+    config = attention.config
+    heads, groups = config.heads, config.groups
+
+    def repeated(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (groups, -1)).repeat_interleave(heads // groups, 0).flatten(0, 1)
+
+    layers = attention.q_proj, attention.k_proj, attention.v_proj
+    q, k, v = (layer.weight.detach() for layer in layers)
+    k, v, out = repeated(k), repeated(v), attention.o_proj.weight.detach()
+    bias = None
+    if attention.q_proj.bias is not None:
+        first, *rest = (layer.bias.detach() for layer in layers)
+        bias = torch.cat([first, *(repeated(x) for x in rest)])
+    return AttentionParts(q, k, v, out, (out.T + v) / 2, bias)
+
+
+def require_width(name: str, got: int, parts: AttentionParts) -> None:
+    """Fail unless a mixer is as wide inside as the attention that it starts from.
+
+    Raises:
+        ValueError: Names both widths.
+    """
+    if got != len(parts.v):
+        raise ValueError(
+            f"{name} must be as wide inside as the attention that it starts from, {len(parts.v)} "
+            f"features, got {got}; set its fields so, or draw its parameters"
+        )
+
+
+def start_as_identity(conv: CausalConv1d, bias: Tensor | None = None) -> None:
+    """Let a short convolution give its last input, plus ``bias``, before its activation."""
+    conv.weight.zero_()
+    conv.weight[..., -1] = 1
+    if conv.bias is not None:
+        conv.bias.zero_() if bias is None else conv.bias.copy_(bias)
