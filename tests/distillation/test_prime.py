@@ -1,0 +1,265 @@
+"""Priming: hybrids that start from a Transformer, and learn to give what its attention gave."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from tests.training.runs import weights, write_texts
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import ssmzoo.auto  # noqa: F401
+from ssmzoo.checkpoints.weights import PRIMING
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.distillation.prime import prime
+from ssmzoo.modeling import LayerState
+from ssmzoo.publishing.card import write_card
+from ssmzoo.training.run import train
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+# by mixer its fields, and the names of parameters that are copied
+MIXERS = {
+    "linear_attention": ({}, ("in_proj", "out_proj")),
+    "linear_attention:mamba2-130m": ({}, ("in_proj", "out_proj")),
+    "longhorn": ({"d_state": 4}, ("in_proj", "out_proj")),
+    "coffee": ({"d_state": 4}, ("in_proj", "out_proj")),
+    "bmojo": (
+        {"mixer_types": "bmojo_f", "sliding_window": 4, "num_fading_tokens": 2, "d_state": 4},
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj"),
+    ),
+    "h3": ({"d_state": 4}, ("q_proj", "k_proj", "v_proj", "out_proj")),
+    "rtf": ({"d_state": 4}, ("in_proj", "out_proj")),
+}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def primed(teacher, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "primed"
+    return prime(str(teacher), "linear_attention", "half", folder)[0]
+
+
+def load(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def recipe(primed, teacher, texts, **sections):
+    fields = {
+        "model": {"init_from": str(primed)},
+        "align": {"teacher": str(teacher)},
+        "data": {"text": str(texts), "validation": 0.2},
+        "train": {"steps": 6, "batch_size": 4, "seq_len": 32, "lr": 0.01, "warmup": 0},
+        "eval": {"every": 3, "batches": 1},
+        "checkpoint": {"every": 3, "keep": 2},
+        "log": {"every": 1, "curves": False},
+    }
+    fields = {**fields, **sections}
+    path = texts.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in fields.items() if v is not None}))
+    return path
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_primed_model_is_its_teacher_but_for_its_new_mixers(mixer, teacher, tmp_path):
+    fields, copied = MIXERS[mixer]
+    folder, layers, scores = prime(str(teacher), mixer, "1,3", tmp_path / "new", fields=fields)
+    assert (layers, scores) == ([1, 3], None)
+    ours, theirs = load(folder), load(teacher)
+    assert ours.config.mixers[0] == ours.config.mixers[2] == "attention"
+    assert ours.config.mixers[1] == ours.config.mixers[3] != "attention"
+    for layer in (0, 2):  # the first layers' outputs are those of the teacher
+        got = ours.model.layers[layer].mixer.q_proj.weight
+        assert got.equal(theirs.model.layers[layer].self_attn.q_proj.weight)
+    assert ours.model.layers[1].mlp.up_proj.weight.equal(theirs.model.layers[1].mlp.up_proj.weight)
+    drawn = load(prime(str(teacher), mixer, "1,3", tmp_path / "drawn", fields=fields, start="drawn")[0])
+    for name in copied:
+        one, other = (m.model.layers[1].mixer.get_submodule(name).weight for m in (ours, drawn))
+        assert not one.equal(other), name
+    assert torch.isfinite(ours(torch.arange(12)[None]).logits).all()
+    told = json.loads((folder / PRIMING).read_text())
+    assert (told["base_model"], told["license"]) == ("teacher", "apache-2.0")
+
+
+def test_grouped_heads_are_repeated(primed, teacher):
+    attention = load(teacher).model.layers[1].self_attn
+    mixer = load(primed).model.layers[1].mixer
+    q, k, v = mixer.in_proj.weight[:96].chunk(3)
+    assert q.equal(attention.q_proj.weight)
+    for ours, theirs in ((k, attention.k_proj.weight), (v, attention.v_proj.weight)):
+        assert ours.view(2, 2, 8, 32).equal(theirs.view(2, 1, 8, 32).expand(2, 2, 8, 32))
+    assert mixer.out_proj.weight.equal(attention.o_proj.weight)
+
+
+def by_hand(student, teacher, rows):
+    """The mean squared errors of the new mixers, each fed what the teacher's attention gets."""
+    total, x = 0.0, teacher.model.embed_tokens(rows)
+    for ours, theirs in zip(student.model.layers, teacher.model.layers, strict=True):
+        y = theirs.norm(x)
+        wanted = theirs.mixer(y, LayerState(), None)
+        if type(ours.mixer) is not type(theirs.mixer):
+            total = total + (ours.mixer(y, LayerState(), None) - wanted).square().mean()
+        x = x + wanted
+        x = x + theirs.mlp(theirs.mlp_norm(x))
+    return total
+
+
+@pytest.fixture(scope="module")
+def pair(primed, teacher):
+    """Student and teacher as hybrids, in float64."""
+    from ssmzoo.checkpoints.convert import load_hybrid
+
+    return load(primed, torch.float64), load_hybrid(str(teacher), "float32").double()
+
+
+def error(pair, rows, **section):
+    from ssmzoo.recipe import AlignSection
+    from ssmzoo.training.align import Align
+
+    student, teacher = pair
+    mixers = {index: teacher.model.layers[index].mixer for index in (1, 3)}
+    align = Align(student, AlignSection(teacher="given", **section), mixers)
+    return align.loss_of(lambda piece, **more: student(**piece, **more), {"input_ids": rows}, 0, 1)
+
+
+def test_all_layers_learn_in_one_pass_on_the_teachers_own_inputs(pair):
+    rows = torch.arange(24).view(2, 12) % 50
+    got, wanted = error(pair, rows), by_hand(*pair, rows)
+    assert torch.allclose(got, wanted, rtol=1e-5)  # errors are taken in float32
+    student = pair[0]
+    mixer = [p for p in student.model.layers[1].mixer.parameters()]
+    for one, other in zip(
+        *(torch.autograd.grad(x, mixer) for x in (got, wanted)), strict=True
+    ):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6 * float(other.abs().max()))
+    outside = student.model.layers[1].mlp.up_proj.weight
+    loss = error(pair, rows)
+    assert torch.autograd.grad(loss, [outside, *mixer], allow_unused=True)[0] is None
+
+
+def test_the_whole_model_learns_hidden_states_or_logits(pair):
+    rows = torch.arange(24).view(2, 12) % 50
+    student, teacher = pair
+    hidden = [m(rows, output_hidden_states=True).hidden_states[-1] for m in pair]
+    wanted = (hidden[0] - hidden[1]).square().mean()
+    assert torch.allclose(error(pair, rows, match="hidden").double(), wanted, rtol=1e-5)
+    got = error(pair, rows, match="logits", temperature=2.0).double()
+    ours, theirs = (torch.log_softmax(m(rows).logits / 2, -1) for m in (student, teacher))
+    wanted = 4 * (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert torch.allclose(got, wanted, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def aligned(primed, teacher, texts, tmp_path_factory):
+    """A run of six steps, stopped after three and resumed."""
+    output = tmp_path_factory.mktemp("runs") / "aligned"
+    path = recipe(primed, teacher, texts)
+    train(path, output_dir=output, overrides=["train.steps=3", "train.schedule=constant", "train.min_lr_ratio=null"])
+    return train(path, output_dir=output, resume=True, overrides=["train.schedule=constant", "train.min_lr_ratio=null"])
+
+
+def test_a_run_aligns_the_new_mixers_alone_and_resumes_exactly(aligned, primed, teacher, texts):
+    path = recipe(primed, teacher, texts)
+    whole = train(path, output_dir=aligned.parent / "whole", overrides=["train.schedule=constant", "train.min_lr_ratio=null"])
+    before, after = load(primed).state_dict(), load(aligned / "model").state_dict()
+    again = load(whole / "model").state_dict()
+    for name, weight in after.items():
+        new = ".1.mixer." in name or ".3.mixer." in name
+        assert weight.equal(before[name]) != new, name
+        assert weight.equal(again[name]), name
+    lines = [json.loads(x) for x in (aligned / "metrics.jsonl").read_text().splitlines()]
+    found = [x["validation_loss"] for x in lines if "validation_loss" in x]
+    assert found[-1] < found[0]
+
+
+def test_the_card_tells_base_layers_and_stages(aligned, teacher, texts, tmp_path):
+    path = recipe(aligned / "model", teacher, texts, align=None)
+    tuned = train(path, output_dir=tmp_path / "tuned", overrides=["train.only=['*.mixer.*']"])
+    told = json.loads((tuned / "model" / PRIMING).read_text())
+    tokens = {"steps": 6, "tokens": 6 * 4 * 32}
+    wanted = [{"stage": "align", "match": "mixers", **tokens}, {"stage": "tune", **tokens}]
+    assert told["stages"] == wanted
+    before, after = load(aligned / "model").state_dict(), load(tuned / "model").state_dict()
+    changed = {name for name, weight in after.items() if not weight.equal(before[name])}
+    assert changed == {name for name in after if ".mixer." in name}
+    card = write_card(tuned / "model").read_text()
+    assert "license: apache-2.0" in card
+    assert "linear_attention in place of attention in the layers 1, 3; then align (mixers)" in card
+
+
+def test_layers_are_ranked_by_what_a_window_costs(teacher, texts, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(p.read_text() for p in sorted(texts.iterdir()))[:2200])
+    folder, layers, scores = prime(
+        str(teacher), "longhorn", "best:2", tmp_path / "new", fields={"d_state": 4}, text=str(text)
+    )
+    assert len(scores.harm) == 4
+    assert sorted(scores.harm, key=scores.harm.__getitem__)[:2] == sorted(layers, key=scores.harm.get)
+    network = load(teacher)
+    ids = byte_tokenizer()(text.read_text())["input_ids"][: 1024 * 2]
+    rows = torch.tensor(ids).view(2, 1024)
+    assert abs(float(network(rows, labels=rows).loss) - scores.loss) < 1e-5
+    network.model.layers[1].self_attn.sliding_window = 128  # a window in one layer of Llama
+    assert (folder / "layers.png").stat().st_size > 1000
+    assert json.loads((folder / "layers.json").read_text())["window"] == 128
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"layers": "1,9"}, "layers must be from 0 to 3, got 9"),
+        ({"layers": "some"}, "layers must be all, half, best:N or numbers such as 1,3,5"),
+        ({"layers": "best:2"}, "layers must be best:N with text"),
+        ({"mixer": "longhor"}, "no family named 'longhor'; did you mean 'longhorn'"),
+        ({"mixer": "longhorn", "fields": {"d_stat": 4}}, "has no field 'd_stat'"),
+        ({"mixer": "longhorn", "fields": {"expand": 3}}, "Longhorn must be as wide inside"),
+        ({"mixer": "linear_attention:mamba"}, "has no preset 'mamba'"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_nothing_is_written(given, wrong, teacher, tmp_path):
+    given = {"mixer": "linear_attention", "layers": "half", **given}
+    with pytest.raises((ValueError, LookupError)) as error:
+        prime(str(teacher), output_dir=tmp_path / "new", **given)
+    assert wrong in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "wrong"),
+    [
+        ({"align": {"teacher": "PRIMED"}}, "align.teacher must have other mixers than the model"),
+        ({"model": {"init_from": "TUNED"}}, "comes right after 'ssmzoo prime'"),
+        ({"model": {"config_of": "llama"}}, "align needs model.init_from"),
+        ({"align": {"teacher": "T", "temperature": 2.0}}, "align.temperature needs align.match"),
+        ({"align": None, "train": {"only": ["*.mixr.*"]}}, "train.only: no parameter fits"),
+    ],
+)
+def test_stages_out_of_order_are_refused(sections, wrong, primed, teacher, texts, tmp_path):
+    other = tmp_path / "tuned"
+    network = load(primed)
+    with torch.no_grad():
+        network.model.layers[0].mlp.up_proj.weight.add_(1)
+    network.save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    text = yaml.safe_dump(sections).replace("PRIMED", str(primed)).replace("TUNED", str(other))
+    changed = yaml.safe_load(text)
+    if "only" in changed.get("train", {}):
+        changed["train"] |= {"steps": 6, "batch_size": 4, "seq_len": 32, "lr": 0.01}
+    with pytest.raises((ValueError, LookupError)) as error:
+        train(recipe(primed, teacher, texts, **changed), output_dir=tmp_path / "run")
+    assert wrong in str(error.value)
