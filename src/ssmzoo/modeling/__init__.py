@@ -5,6 +5,7 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 """
 
 from ssmzoo.environment.messages import suggestion
+from ssmzoo.modeling.attention import Attention, AttentionConfig, attend
 from ssmzoo.modeling.attention_parts import attention_parts, require_width, start_as_identity
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.block import SSMBlock
@@ -61,6 +62,8 @@ from ssmzoo.modeling.static_cache import StaticStateCache
 __all__ = [
     "MLP",
     "AlignedRows",
+    "Attention",
+    "AttentionConfig",
     "BatchNorm",
     "CausalConv1d",
     "CutRows",
@@ -96,6 +99,7 @@ __all__ = [
     "Trajectories",
     "UnservedError",
     "add_state_adapter",
+    "attend",
     "attention_parts",
     "check_weights",
     "flip",
