@@ -12,7 +12,7 @@ from .kinds import Kind, kind_of, known_kinds
 
 
 def _default_mixers() -> list[str]:
-    return ["linear_attention"] * 4
+    return ["linear_attention", "linear_attention", "linear_attention", "attention"]
 
 
 @strict
@@ -22,9 +22,9 @@ class HybridConfig(SSMConfig):
     Attributes:
         mixers: The kind of each layer, or a shorter pattern, which is repeated; its length divides
             ``num_hidden_layers``.
-        kinds: By kind the fields of its own. ``family`` names its family where the kind's name does
-            not; ``preset`` takes the fields of that preset of the family first. Built, a section
-            has all fields of its family but those that all layers share.
+        kinds: By kind the fields of its own. ``family`` names its family, or "attention", where the
+            kind's name does not; ``preset`` takes the fields of that preset of the family first. A
+            built configuration has all fields of each kind but those that all layers share.
     """
 
     model_type = "ssmzoo_hybrid"

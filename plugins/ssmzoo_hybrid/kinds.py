@@ -11,7 +11,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from ssmzoo import families, load_family
-from ssmzoo.modeling import SSMConfig, SSMModel, SSMPreTrainedModel, suggestion
+from ssmzoo.modeling import AttentionConfig, SSMConfig, SSMModel, SSMPreTrainedModel, suggestion
+
+from .attention import AttentionModel
 
 _TRANSFORMERS, _SHARED = (
     [field.name for field in dataclasses.fields(kind)] for kind in (PreTrainedConfig, SSMConfig)
@@ -61,26 +63,14 @@ def kind_of(name: str, section: Mapping[str, Any], model: SSMConfig) -> Kind:
 @functools.lru_cache(maxsize=256)  # to find a family reads files, and models ask again and again
 def _kind(name: str, section: str, shared: str) -> Kind:
     fields, where = json.loads(section), f"kinds[{name!r}]"
-    family = fields.pop("family", name)
-    try:
-        source = load_family(family)
-    except LookupError as error:
-        way = "; name one in its field family" if family == name else ""
-        raise LookupError(f"{where}: {error}{way}") from error
-    kind: Any = source.config_class
-    model_class: Any = source.model_class
-    if family == "hybrid" or not issubclass(model_class, SSMModel):
-        raise ValueError(
-            f"{where} must be of a family that has mixers of its own, got {family!r}, whose "
-            f"{model_class.__name__} has none"
-        )
-    preset = fields.pop("preset", None)
-    if preset is not None and preset not in source.presets:
+    family, preset = fields.pop("family", name), fields.pop("preset", None)
+    kind, model_class, presets = _source(where, family, family == name)
+    if preset is not None and preset not in presets:
         raise LookupError(
-            f"{where}: {family} has no preset {preset!r}{suggestion(preset, source.presets)}; "
-            f"presets: {', '.join(sorted(source.presets)) or 'none'}"
+            f"{where}: {family} has no preset {preset!r}{suggestion(preset, presets)}; "
+            f"presets: {', '.join(sorted(presets)) or 'none'}"
         )
-    chosen = {} if preset is None else _by_own_names(kind, source.presets[preset])
+    chosen = {} if preset is None else _by_own_names(kind, presets[preset])
     fields = _by_own_names(kind, fields)
     _require_own(where, family, kind, fields)
     own = {name: value for name, value in chosen.items() if name in _own(kind)} | fields
@@ -91,6 +81,25 @@ def _kind(name: str, section: str, shared: str) -> Kind:
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
     return Kind(family, config, model_class, model_class.__bases__[0](config))
+
+
+def _source(
+    where: str, family: str, by_name: bool
+) -> tuple[Any, Any, Mapping[str, Mapping[str, Any]]]:
+    """Return a family's configuration class, its backbone and its presets."""
+    if family == "attention":
+        return AttentionConfig, AttentionModel, {}
+    try:
+        found = load_family(family)
+    except LookupError as error:
+        way = "; name one in its field family" if by_name else ""
+        raise LookupError(f"{where}: {error}{way}") from error
+    if family == "hybrid" or not issubclass(found.model_class, SSMModel):
+        raise ValueError(
+            f"{where} must be of a family that has mixers of its own, got {family!r}, whose "
+            f"{found.model_class.__name__} has none"
+        )
+    return found.config_class, found.model_class, found.presets
 
 
 def _by_own_names(kind: type[SSMConfig], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,4 +126,4 @@ def _own(kind: type[SSMConfig]) -> list[str]:
 
 def known_kinds() -> list[str]:
     """Return the names of kinds that need no section."""
-    return [name for name in families() if name != "hybrid"]
+    return ["attention", *(name for name in families() if name != "hybrid")]

@@ -49,7 +49,7 @@ class HybridModel(HybridPreTrainedModel, SSMModel):
         kind = config.kind(name)
         mixer = kind.model_class.make_mixer(kind.config, index)
         for module in mixer.modules():
-            module.hybrid_kind = name
+            vars(module)["hybrid_kind"] = name  # plain text; torch would look for a parameter
         return mixer
 
     def _states(self, *args: Any) -> list[LayerState]:
