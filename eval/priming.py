@@ -47,6 +47,7 @@ COLUMNS = (*CELL, *(f"bits_{share:.0%}" for share in SHARES), "teacher", "recall
 COLUMNS += ("step_ms_1024", "step_ms_16384", "cache_bytes_16384", "seconds")
 DATA = {"text": "python-stdlib", "validation": 0.05}
 TRAIN = {"batch_size": 8, "seq_len": 512, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
+LONG = 16 * TRAIN["seq_len"]
 STEP = TRAIN["batch_size"] * TRAIN["seq_len"]
 
 
@@ -60,7 +61,9 @@ def run(folder, steps, model, lr, seed, align=None):
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10},
     }
-    if align is not None:
+    if align is None:
+        recipe["eval"]["lengths"] = [LONG]
+    else:
         recipe["align"] = {"teacher": str(align)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_suffix(".yaml")
@@ -125,11 +128,10 @@ def measured(cell, teacher, runs, tokens, teacher_bits):
     line = {**cell, "teacher": f"{teacher_bits:.4f}"}
     for share, known in at.items():
         line[f"bits_{share:.0%}"] = f"{curve[max(known)]:.4f}" if known else ""
-    scores = evaluate(str(folder), suite="zoo-recall")["results"]
-    line["recall"] = " ".join(f"{x['value']:.3f}" for x in scores)
-    texts = {"text": "python-stdlib", "limit": 16}
-    long = evaluate(str(folder), tasks=["ssmzoo_bits_per_byte_8192"], **texts)["results"]
-    line["bits_8192"] = f"{long[0]['value']:.4f}"
+    scores = evaluate(folder, suite="zoo-recall", output_dir=folder.parent, name="recall")
+    line["recall"] = " ".join(f"{x['value']:.3f}" for x in read_json(scores)["results"])
+    long = read_json(folder.parent / "run.json")["finished"]["lengths"][str(LONG)]
+    line["bits_8192"] = f"{long['loss'] / math.log(2):.4f}"
     (line["step_ms_1024"], line["step_ms_16384"]), line["cache_bytes_16384"] = decoding(folder)
     line |= {name: f"{line[name]:.3f}" for name in ("step_ms_1024", "step_ms_16384")}
     return {**line, "seconds": round(time.perf_counter() - begun)}
