@@ -68,10 +68,8 @@ class SSMModel(SSMPreTrainedModel):
         else:
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
-        kind = self.mixer_class
-        second = config.directions == "both-separate" and not kind.reads_both_ways
         self.layers = nn.ModuleList(
-            SSMBlock(config, kind(config, index), kind(config, index) if second else None)
+            SSMBlock(config, self.mixer_class(config, index))
             for index in range(config.num_hidden_layers)
         )
         self.layers_built = len(self.layers)
