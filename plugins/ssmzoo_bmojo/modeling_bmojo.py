@@ -158,14 +158,13 @@ class BMojoMixer(SSMMixer):
         packing: Sequences | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
+        """Map ``[B, L, D]`` to ``[B, L, D]``; ``residual`` is the residual stream."""
         y = None if self.ssm is None else self.ssm(hidden_states, state, packing)
         if self.attention is None:
             return cast(Tensor, y)
         if y is None or self.attn_norm is None:
             return self.attention(hidden_states, y, state, packing)
-        stream = hidden_states if residual is None else residual
-        return y + self.attention(self.attn_norm(stream + y), y, state, packing)
+        return y + self.attention(self.attn_norm(cast(Tensor, residual) + y), y, state, packing)
 
     def write_token(
         self,

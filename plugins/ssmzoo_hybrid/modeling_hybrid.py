@@ -44,13 +44,17 @@ class HybridModel(HybridPreTrainedModel, SSMModel):
 
     @classmethod
     def make_mixer(cls, config: HybridConfig, index: int) -> SSMMixer:
-        """Return the mixer of a layer, each of whose modules is marked with its kind."""
-        name = config.mixers[index]
-        kind = config.kind(name)
-        mixer = kind.model_class.make_mixer(kind.config, index)
-        for module in mixer.modules():
-            vars(module)["hybrid_kind"] = name  # plain text; torch would look for a parameter
-        return mixer
+        """Return the mixer of a layer."""
+        kind = config.kind(config.mixers[index])
+        return kind.model_class.make_mixer(kind.config, index)
+
+    def post_init(self) -> None:
+        """Mark the modules of all mixers with their kinds, by which they are drawn."""
+        for layer, name in zip(self.layers, self.config.mixers, strict=True):
+            mixers = layer.mixer, layer.reverse
+            for module in (m for mixer in mixers if mixer is not None for m in mixer.modules()):
+                vars(module)["hybrid_kind"] = name  # plain text; torch would look for a parameter
+        super().post_init()
 
     def _states(self, *args: Any) -> list[LayerState]:
         """Return what each layer starts from, and what all layers of a kind share."""

@@ -61,10 +61,10 @@ class LonghornScan(SSMMixer):
         self.transition: Literal["diagonal", "exact"] = config.transition
 
     def forward(  # a call, before which offloaded parameters are fetched
-        self, x: Tensor, z: Tensor, state: LayerState, packing: Sequences | None
+        self, hidden_states: Tensor, state: LayerState, packing: Sequences | None, *, z: Tensor
     ) -> Tensor:
-        """Return the gated scan of ``x``, ``scan(x) * SiLU(z)``, all ``[B, L, E]``."""
-        inputs = self.scan_inputs(x, state, packing)
+        """Return the gated scan of the input, ``scan(x) * SiLU(z)``, all ``[B, L, E]``."""
+        inputs = self.scan_inputs(hidden_states, state, packing)
         return self.scan(inputs, z, self.out_norm, state, packing)
 
     def scan_inputs(
@@ -137,7 +137,7 @@ class LonghornMixer(LonghornScan):
                 u, q, k, dt = (flip(given, packing) for given in inputs)
                 back = self.scan((u, q, k, dt), z, self.reverse_norm, fresh, packing)
             else:
-                back = self.reverse(flip(x, packing), z, fresh, packing)
+                back = self.reverse(flip(x, packing), fresh, packing, z=z)
             o = o + flip(back, packing)
         return self.out_proj(o)
 

@@ -112,7 +112,7 @@ def test_measured_and_known_kernels_of_a_bare_filter_agree(bidirectional):
 
 def test_a_response_sums_over_inputs_and_averages_over_sequences():
     class Product(torch.nn.Module):
-        def forward(self, x, state):
+        def forward(self, x):
             return torch.stack([x[..., 0] * x[..., 1], 3 * x[..., 0].roll(1, dims=1)], dim=-1)
 
     x = torch.tensor([[[1.0, 2.0], [5.0, 7.0]], [[0.0, 0.0], [3.0, 4.0]]])

@@ -28,7 +28,7 @@ from transformers import (
 from ssmzoo import load_family
 from ssmzoo.analysis.doctor import examine_model
 from ssmzoo.analysis.inspect import inspect_model
-from ssmzoo.modeling import LayerState, backbone, block, flip, flip_steps
+from ssmzoo.modeling import backbone, flip, flip_steps, mixer
 from ssmzoo.modeling.compat import enable_gradient_checkpointing
 from ssmzoo.modeling.layers import DropPath
 from ssmzoo.modeling.packing import find_packing
@@ -71,8 +71,7 @@ def test_a_block_adds_the_mixers_reading_of_the_reversed_sequence():
         x = model.embed_tokens(ids)
         y = block.norm(x)
         other = block.mixer if block.reverse is None else block.reverse["mixer"]
-        state = LayerState
-        mixed = block.mixer(y, state()) + other(y.flip(1), state()).flip(1)
+        mixed = block.mixer(y) + other(y.flip(1)).flip(1)
         expected = model.norm(x + mixed)
         got = model(ids).last_hidden_state
         assert (got - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -88,7 +87,7 @@ def test_a_block_adds_the_mixers_reading_of_the_reversed_sequence():
     ids=["across sequences", "not at all", "and scaled"],
 )
 def test_the_kit_finds_a_block_that_reverses_wrongly(wrong, says):
-    with mock.patch.object(block, "flip", wrong):
+    with mock.patch.object(mixer, "flip", wrong):
         (result,) = check(DSS, only=["bidirectional"]).results
     assert result.status == "failed"
     assert says in result.detail

@@ -227,6 +227,19 @@ class WritesAnotherToken(LonghornMixer):
         return program.linear(y, torch.eye(y.width, dtype=program.dtype) * (1 + 1e-7))
 
 
+class SharesAScale(LonghornModel):
+    def _states(self, *given):
+        states = super()._states(*given)
+        for state in states:
+            state.shared["scale"] = 1.0
+        return states
+
+
+class NeedsAModelsScale(LonghornMixer):
+    def forward(self, hidden_states, state, packing=None):
+        return super().forward(hidden_states, state, packing) * state.shared["scale"]
+
+
 def rows_of(x):
     """Return the size of a batch; 1 in what is exported, where to look at it is another fault."""
     return 1 if torch.compiler.is_exporting() else len(x)
@@ -771,15 +784,16 @@ NARROW = {
     "initialization": Sabotage("mixer.gain", {"mixer": SetsItsGainWhenMade}, oracle=False),
     "oracle": narrow("logits", mixer=IsSlightlyWrong),
     "precision": Sabotage("float32 logits", {"model": RoundsFloat32Embeddings}, oracle=False),
-    "chunks": narrow("gradient of", mixer=CutsTheGraphBeforeLongChunks),
+    "chunks": narrow("gradient of", "chunks", "layer", mixer=CutsTheGraphBeforeLongChunks),
     "tokens": narrow("gradient of", mixer=CutsTheGraphAfterAFirstSingleToken),
-    "packing": narrow("packed turns", mixer=MixesUpPackedStates),
+    "packing": narrow("packed turns", "packing", "layer", mixer=MixesUpPackedStates),
     "padding": narrow("right padding", mixer=ForgetsWhatHasPaddingBehindIt),
     "flattening_collator": narrow("seq_idx", patch=(inputs, "find_packing", ignores_seq_idx)),
     "causality": narrow("gradient from later tokens", model=LetsGradientsLeak),
     "fused_steps": narrow("rows", "fused_steps", "batch", mixer=WritesAnotherToken),
     "batch": narrow("rows", mixer=LooksAcrossLanesOfEight),
     "state_adapter": narrow("does not start", mixer=StartsAnewBeforeItsFirstToken),
+    "layer": narrow("KeyError: 'scale'", model=SharesAScale, mixer=NeedsAModelsScale),
     "greedy": narrow("not the likeliest", causal_lm=ForbidsEveryOtherToken),
     "sampling": narrow("another seed", causal_lm=DrawsByItsOwnSeed),
     "beams": narrow("the beams hold other tokens", causal_lm=LeavesBeamsWhereTheyAre),
@@ -808,9 +822,11 @@ NARROW = {
     "logits_to_keep": narrow("were computed", causal_lm=ComputesAllLogits),
     "outputs": narrow("last hidden state", causal_lm=HandsOutTheStatesBeforeTheNorm),
     "sequence_classification": narrow("padding", classifier=ReadsTheLastColumn),
-    "bidirectional": narrow("both-", patch=(modeling_longhorn, "flip", flipped_whole)),
+    "bidirectional": narrow(
+        "both-", "bidirectional", "layer", patch=(modeling_longhorn, "flip", flipped_whole)
+    ),
     "images": narrow("logits of a batch", image_classifier=TakesTheMeanImageAway),
-    "gradients": narrow("unused", "initialization", "gradients", mixer=ForgetsAParameter),
+    "gradients": narrow("unused", "initialization", "layer", "gradients", mixer=ForgetsAParameter),
     "lora": narrow("no module is called", lora_targets=(*FAMILY.lora_targets, "k_proj")),
     "lora_all_linear": narrow(
         "learns nothing",
@@ -829,7 +845,7 @@ NARROW = {
 # those that carry a cache from one call to the next
 CACHED = {"chunks", "tokens", "batch", "greedy", "sampling", "beams", "assisted", "continuing"}
 CACHED |= {"chunked_prefill", "cache_rows", "shared_prefix", "prompt_state", "wrong_cache"}
-CACHED |= {"state_adapter", "export"}
+CACHED |= {"state_adapter", "layer", "export"}
 # those that lay several sequences into one row
 SEVERAL = {"padding", "packing", "flattening_collator", "sequence_classification", "bidirectional"}
 
@@ -858,7 +874,7 @@ MISTAKES = {
     "convolves across boundaries": broad(
         *SEVERAL,
         *("greedy", "sampling", "beams", "continuing", "chunked_prefill", "prompt_state"),
-        *("shared_prefix", "state_adapter", "assisted", "compile"),
+        *("shared_prefix", "state_adapter", "layer", "assisted", "compile"),
         mixer=ConvolvesAcrossBoundaries,
     ),
     "leaks the future": broad(
@@ -903,10 +919,10 @@ PLANTED = {
     },
     "chunks": {
         "detached if more than 16 tokens go on": planted(
-            "chunks", "export", mixer=DetachesBeforeMoreThan16
+            "chunks", "layer", "export", mixer=DetachesBeforeMoreThan16
         ),
         "ignored if two tokens go on": planted(
-            *("chunks", "assisted", "wrong_cache", "state_adapter", "export"),
+            *("chunks", "assisted", "wrong_cache", "state_adapter", "layer", "export"),
             mixer=IgnoresTheStateBeforeTwoTokens,
         ),
     },

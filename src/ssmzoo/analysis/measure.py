@@ -186,8 +186,8 @@ def _others(model: PreTrainedModel) -> dict[int, str]:
     return {index: kind for index, kind in enumerate(kinds) if kind != "linear_attention"}
 
 
-def _nothing_around(row: int, copies: int) -> tuple[LayerState, dict[str, Tensor]]:
-    return LayerState(), {}
+def _nothing_around(row: int, copies: int) -> dict[str, Any]:
+    return {}
 
 
 def measured_response(
@@ -195,7 +195,7 @@ def measured_response(
     hidden_states: Tensor,
     features: Sequence[int],
     position: int,
-    around: Callable[[int, int], tuple[LayerState, dict[str, Tensor]]] = _nothing_around,
+    around: Callable[[int, int], dict[str, Any]] = _nothing_around,
 ) -> Tensor:
     """Return the size of the derivative of some outputs at one position, ``[F, L]``.
 
@@ -203,11 +203,11 @@ def measured_response(
     differentiation: exact, and for a linear filter the size of its taps, whatever the input.
 
     Args:
-        mixer: Maps ``[B, L, D]``, a state and named tensors to ``[B, L, D]``.
+        mixer: Maps ``[B, L, D]`` and named arguments to ``[B, L, D]``.
         hidden_states: x, ``[B, L, D]``.
         features: The outputs i.
         position: Where these outputs are.
-        around: Returns the state and the named tensors of so many copies of a sequence.
+        around: Returns the named arguments for so many copies of a sequence.
     """
     sequences, length, width = hidden_states.shape
     count = max(1, min(_CHUNK // (length * width), len(features)))
@@ -217,9 +217,9 @@ def measured_response(
         for row, x in enumerate(hidden_states):
             # one copy of the sequence per output, so that one backward pass serves all
             copies = x.expand(count, -1, -1).detach().clone().requires_grad_()
-            state, more = around(row, count)
+            more = around(row, count)
             with torch.enable_grad():
-                y = mixer(copies, state, **more)
+                y = mixer(copies, **more)
                 picked = y[torch.arange(len(some), device=some.device), position, some]
                 (slope,) = torch.autograd.grad(picked.sum(), copies)
             energy = energy + slope[: len(some)].double().square().sum(dim=2)
@@ -242,7 +242,7 @@ class _MixerCalls:
         """Return a mixer's input ``[B, L, D]``."""
         return self._seen[layer]["hidden_states"]
 
-    def around(self, layer: int, row: int, copies: int) -> tuple[LayerState, dict[str, Tensor]]:
+    def around(self, layer: int, row: int, copies: int) -> dict[str, Any]:
         """Return the state and the residual stream of so many copies of a sequence."""
         call = self._seen[layer]
         residual, shared = call.get("residual"), call["shared"]
@@ -254,7 +254,7 @@ class _MixerCalls:
                 self._copies[row, copies] = found
             shared = dict(self._copies[row, copies][layer])
         more = {} if residual is None else {"residual": residual[row].expand(copies, -1, -1)}
-        return LayerState(shared=shared), more
+        return {"state": LayerState(shared=shared), **more}
 
     @torch.no_grad()
     def _read(self, inputs: Tensor) -> dict[int, dict[str, Any]]:
@@ -377,11 +377,11 @@ def _measured_kernel(
     length, width = hidden_states.shape[1:]
     features = torch.linspace(0, width - 1, min(width, MOST_FEATURES)).round().long().tolist()
     if isinstance(mixer, SSMMixer):
-        causal, run, around = mixer.config.causal, mixer, functools.partial(calls.around, layer)
+        causal, around = mixer.config.causal, functools.partial(calls.around, layer)
     else:  # transformers' take no state of ours
-        causal, run, around = True, lambda x, _: mixer(x), _nothing_around
+        causal, around = True, _nothing_around
     position = length - 1 if causal else length // 2
-    response = measured_response(run, hidden_states, features, position, around)
+    response = measured_response(mixer, hidden_states, features, position, around)
     past = response[:, : position + 1].flip(1)
     return past, None if causal else response[:, position + 1 :]
 

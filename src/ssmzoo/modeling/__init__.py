@@ -50,6 +50,7 @@ from ssmzoo.modeling.packing import (
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights, require_fields
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
 from ssmzoo.modeling.sequence_parallel import packed_piece, sequence_cache, sequence_piece
+from ssmzoo.modeling.ssm_layer import SSMLayer
 from ssmzoo.modeling.state_adapter import (
     StateAdapter,
     add_state_adapter,
@@ -88,6 +89,7 @@ __all__ = [
     "SSMForTokenClassification",
     "SSMForecastingConfig",
     "SSMHead",
+    "SSMLayer",
     "SSMMixer",
     "SSMModel",
     "SSMPreTrainedModel",

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import MLP, Dropout, DropPath
-from ssmzoo.modeling.mixer import SSMMixer
+from ssmzoo.modeling.mixer import SSMMixer, read_backwards, second_mixer
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError
 from ssmzoo.modeling.norms import (
     BatchNorm,
@@ -23,7 +23,7 @@ from ssmzoo.modeling.norms import (
     add_and_norm,
     make_norm,
 )
-from ssmzoo.modeling.packing import Sequences, flip
+from ssmzoo.modeling.packing import Sequences
 from ssmzoo_kernels.token_step import Program, Value
 
 _Norm: TypeAlias = RMSNorm | LayerNorm | BatchNorm | NoNorm
@@ -39,9 +39,9 @@ class SSMBlock(GradientCheckpointingLayer):
     A sum and the norm after it are one call where that is faster.
     """
 
-    def __init__(self, config: SSMConfig, mixer: SSMMixer, reverse: SSMMixer | None = None) -> None:
+    def __init__(self, config: SSMConfig, mixer: SSMMixer) -> None:
         super().__init__()
-        self.both_ways = config.directions != "forward" and not mixer.reads_both_ways
+        self.both_ways = mixer.is_turned
         self.residual_in_fp32 = config.residual_in_fp32
         self.prenorm = config.prenorm
         self.reads_residual = mixer.reads_residual
@@ -50,8 +50,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)
         self.mixer = mixer
-        # so that its parameters' names end as the other mixer's
-        self.reverse = None if reverse is None else nn.ModuleDict({"mixer": reverse})
+        self.reverse = second_mixer(mixer)
         self.dropout = Dropout(config.dropout, config.tie_dropout)
         depth = mixer.layer_idx / max(1, config.num_hidden_layers - 1)
         self.drop_path = DropPath(depth * config.drop_path_rate)
@@ -97,10 +96,7 @@ class SSMBlock(GradientCheckpointingLayer):
                 f"{list(x.shape)}, got {got}"
             )
         if self.both_ways:
-            other = self.mixer if self.reverse is None else self.reverse["mixer"]
-            more = {name: flip(given, packing) for name, given in more.items()}
-            fresh = LayerState(packing=packing, shared=state.reversed_shared)
-            mixed = mixed + flip(other(flip(y, packing), fresh, packing, **more), packing)
+            mixed = mixed + read_backwards(self.mixer, self.reverse, y, state, packing, more)
         if self.mlp is None:
             return self._added(x, mixed, self.norm, None, real, packing)[0]
         x, y = self._added(x, mixed, self.norm, self.mlp_norm, real, packing)

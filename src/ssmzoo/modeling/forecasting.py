@@ -11,6 +11,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from ssmzoo.modeling.configuration import SSMConfig, stateless
 from ssmzoo.modeling.head import SSMHead, names_inputs
 from ssmzoo.modeling.inputs import refuse_cache
+from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.losses import ignore, squared_error
 from ssmzoo.modeling.mixer import SSMMixer
@@ -51,9 +52,13 @@ class SSMDecoder(SSMMixer):
     warm_up: int
 
     def forward(  # a call, before which offloaded parameters are fetched
-        self, hidden_states: Tensor, packing: Sequences | None, horizon: int | None = None
+        self,
+        hidden_states: Tensor,
+        state: LayerState,
+        packing: Sequences | None = None,
+        horizon: int | None = None,
     ) -> Any:
-        """Return :meth:`forecast`, without a horizon :meth:`open_loop`."""
+        """Return :meth:`forecast`, without a horizon :meth:`open_loop`; both leave no state."""
         if horizon is None:
             return self.open_loop(hidden_states, packing)
         return self.forecast(hidden_states, packing, horizon)
@@ -131,7 +136,7 @@ class SSMForForecasting(SSMHead):
         hidden = hidden.to(torch.promote_types(torch.float32, hidden.dtype))
         if packing is not None:  # as one flat row
             hidden = packing.flat(hidden)
-        later = self.decoder(hidden, packing, steps)
+        later = self.decoder(hidden, packing=packing, horizon=steps)
         if packing is not None and packing.rows is not None:
             later = later[packing.rows]
         logits = self._read(later)
@@ -160,7 +165,7 @@ class SSMForForecasting(SSMHead):
 
         After a series' last value the next value is the ``first`` of its labels, ``[S, 1, C]``.
         """
-        output, expected = self.decoder(hidden, packing)
+        output, expected = self.decoder(hidden, packing=packing)
         read, warm_up = self._read(output), self.decoder.warm_up
         seen, real = torch.arange(1, hidden.shape[1], device=hidden.device), None
         if packing is None:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.dynamics import Dynamics
+from ssmzoo.modeling.inputs import take_steps
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import keeping_precision
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError
-from ssmzoo.modeling.packing import Sequences
+from ssmzoo.modeling.packing import Sequences, flip
 from ssmzoo.modeling.pretrained import empty_is_nan
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -27,7 +28,7 @@ class _NaNUntilDrawn(type):
 
 
 class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
-    """Base class of a family's mixer: ``[B, L, D] -> [B, L, D]`` with a state.
+    """Base class of a family's mixer: ``[B, L, D] -> [B, L, D]``, with a state or alone.
 
     Parameters that belong to the mixer itself, not to a submodule of it, are SSM parameters: they
     are float32 at least, and no cast to a lower precision (``.to(bfloat16)``, ``.half()``, loading
@@ -40,9 +41,9 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
         param_branch: The group that all other parameters of it and its submodules belong to; if it
             is given no weight decay, their matrices decay as usual.
         reads_residual: Whether :meth:`forward` and :meth:`write_token` also get the block's input
-            before the norm, as ``residual``.
+            before the norm, as ``residual``; where a call has none, its input.
         reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if
-            not, the block also runs the mixer, or a second one, on the reversed sequence.
+            not, the layer also runs the mixer, or a second one, on the reversed sequence.
         written_in_place: The states that a step may write over, where no earlier token's are read.
         startable_states: The states that a :class:`StateAdapter` gives a mixer to start from: it
             trains those of real numbers, and counters are zero; None: all.
@@ -70,16 +71,27 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
         self.config = config
         self.layer_idx = layer_idx
 
-    def __call__(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
-        """Call :meth:`forward`; boundaries ``[S + 1]`` are a packing, too."""
-        if isinstance(named.get("packing"), Tensor):
-            named["packing"] = self._packed(named["packing"], hidden_states)
-        elif len(given) > 1 and isinstance(given[1], Tensor):
-            given = (given[0], self._packed(given[1], hidden_states), *given[2:])
-        return super().__call__(hidden_states, *given, **named)
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        state: LayerState | None = None,
+        packing: Sequences | Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        """Call :meth:`forward`; without a state every sequence begins here, and none is left.
 
-    def _packed(self, cu_seqlens: Tensor, hidden_states: Tensor) -> Sequences:
-        return Sequences.of(cu_seqlens, hidden_states.shape[1], type(self).__name__)
+        Boundaries ``[S + 1]`` are a packing, too. A call without a state also takes by name what
+        ``config.token_inputs`` names.
+        """
+        if isinstance(packing, Tensor):
+            packing = Sequences.of(packing, hidden_states.shape[1], type(self).__name__)
+        if state is None:
+            batch, length = hidden_states.shape[:2]
+            steps = take_steps(self.config.token_inputs, named, packing, batch, length)
+            state = LayerState(packing=packing, shared=dict(steps))
+        if self.reads_residual:
+            named.setdefault("residual", hidden_states)
+        return super().__call__(hidden_states, state, packing, **named)
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
@@ -116,6 +128,11 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
             What :meth:`forward` returns, ``[B, D]``.
         """
         raise UnservedError
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether its layer also reads the reversed sequence, by :func:`read_backwards`."""
+        return self.config.directions != "forward" and not self.reads_both_ways
 
     def next_is_written(self, state: LayerState) -> bool:
         """Tell whether the next token is one that :meth:`write_token` is written for."""
@@ -164,6 +181,40 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
                 child._apply(fn)
 
         return super()._apply(keeping_precision(fn), recurse=False)
+
+
+def second_mixer(mixer: SSMMixer) -> nn.ModuleDict | None:
+    """Return the mixer of a layer that reads backwards, if it is another than this one."""
+    if not mixer.is_turned or mixer.config.directions != "both-separate":
+        return None
+    # so that its parameters' names end as the other mixer's
+    return nn.ModuleDict({"mixer": type(mixer)(mixer.config, mixer.layer_idx)})
+
+
+def read_backwards(
+    mixer: SSMMixer,
+    second: nn.ModuleDict | None,
+    hidden_states: Tensor,
+    state: LayerState,
+    packing: Sequences | None,
+    more: Mapping[str, Tensor],
+) -> Tensor:
+    """Return what a mixer, or a second one, makes of the reversed sequences, in their own order.
+
+    In both ``directions`` a layer adds it to the mixer's output.
+
+    Args:
+        mixer: The mixer that reads forwards.
+        second: As :func:`second_mixer` made it.
+        hidden_states: ``[B, L, D]``.
+        state: The layer's, which has what mixers on reversed sequences share.
+        packing: Where sequences lie.
+        more: The mixer's further inputs, ``[B, L, D]``, by name.
+    """
+    other: Any = mixer if second is None else second["mixer"]
+    more = {name: flip(given, packing) for name, given in more.items()}
+    fresh = LayerState(packing=packing, shared=state.reversed_shared)
+    return flip(other(flip(hidden_states, packing), fresh, packing, **more), packing)
 
 
 def _in_low_default(tensor: Tensor) -> bool:

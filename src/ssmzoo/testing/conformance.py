@@ -34,6 +34,7 @@ from ssmzoo.testing import (
     forms,
     generation,
     graphs,
+    layer,
     standalone,
     training,
 )
@@ -54,6 +55,7 @@ CHECKS: tuple[Check, ...] = (
     forms.check_fused_steps,
     forms.check_batch,
     forms.check_state_adapter,
+    layer.check_layer,
     generation.check_greedy,
     generation.check_sampling,
     generation.check_beams,

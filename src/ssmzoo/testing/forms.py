@@ -108,7 +108,7 @@ def check_packing(subject: Subject) -> Measured:
             cache = output.cache
             turns.append(output.logits.flatten(0, 1).split(lengths))
         got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
-        _compare(measured, model, f"{dtype} packed turns:", got, alone(model, rows))
+        compare(measured, model, f"{dtype} packed turns:", got, alone(model, rows))
     return measured
 
 
@@ -131,7 +131,7 @@ def check_padding(subject: Subject) -> Measured:
                 cache = output.cache
                 turns.append(output.logits[mask.bool()].split(lengths))
             got = [torch.cat(parts) for parts in zip(*turns, strict=True)]
-            true = _compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
+            true = compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
     return measured
 
 
@@ -162,7 +162,7 @@ def check_flattening_collator(subject: Subject) -> Measured:
             # transformers takes the loss of float32 logits, whatever the model's dtype
             measured.compare(f"{name}: loss", output.loss, loss, FLOAT32_LOSS)
         got = output.logits[0].split(LENGTHS)
-        true = _compare(measured, model, f"{name}:", got, expected, true)
+        true = compare(measured, model, f"{name}:", got, expected, true)
     return measured
 
 
@@ -218,12 +218,12 @@ def check_state_adapter(subject: Subject) -> Measured:
             ids, mask = _padded(subject, rows, side)
             output = model(ids, attention_mask=mask, use_cache=True)
             got = output.logits[mask.bool()].split([len(row) for row in rows])
-            true = _compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
+            true = compare(measured, model, f"{dtype} {side} padding:", got, expected, true)
         got = model(whole, cu_seqlens=ends, use_cache=False).logits[0]
-        _compare(measured, model, f"{dtype} packed:", got, expected, true)
+        compare(measured, model, f"{dtype} packed:", got, expected, true)
         for what, sizes in (("chunks", [5, 1, 2, 5]), ("tokens", [1] * 13)):
             got = _carried(measured, model, rows[0][None], sizes)[0]
-            _compare(measured, model, f"{dtype} {what}:", got, expected[0])
+            compare(measured, model, f"{dtype} {what}:", got, expected[0])
         for name, slope in gradients(model, (expected[0] * probe(expected[0])).sum()).items():
             require(bool(slope.isfinite().all() and slope.any()), f"{name} learns nothing")
         with tempfile.TemporaryDirectory() as folder:
@@ -400,7 +400,7 @@ def _in_pieces(subject: Subject, sizes: list[int]) -> Measured:
     for dtype in BUDGETS:
         model = subject.model(dtype)
         got, expected = _carried(measured, model, ids, sizes), model(ids, use_cache=False).logits
-        _compare(measured, model, f"{dtype}", got, expected)
+        compare(measured, model, f"{dtype}", got, expected)
     return measured
 
 
@@ -446,21 +446,21 @@ def _padded(subject: Subject, pieces: Sequence[Tensor], side: str) -> tuple[Tens
     return ids, mask
 
 
-def _compare(
+def compare(
     measured: Measured,
-    model: SSMForCausalLM,
+    model: nn.Module,
     what: str,
     got: Tensor | Sequence[Tensor],
     expected: Tensor | Sequence[Tensor],
     true: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Compare logits and the gradient that a loss of all of them gives every parameter.
+    """Compare outputs and the gradient that a loss of all of them gives every parameter.
 
     Return the expected gradients, which are given as ``true`` where they are known.
     """
     got, expected = (x if isinstance(x, Tensor) else torch.cat(list(x)) for x in (got, expected))
     budget = BUDGETS[expected.dtype]
-    measured.compare(f"{what} logits", got, expected, budget)
+    measured.compare(f"{what} outputs", got, expected, budget)
     weights = probe(expected)
     slopes = gradients(model, (got * weights).sum())
     true = true or gradients(model, (expected * weights).sum())

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ssmzoo.family import Family
 from ssmzoo.modeling import SSMForCausalLM, SSMForSequenceClassification
@@ -194,12 +194,15 @@ class Subject:
         return cast(SSMForSequenceClassification, self.build(kind, dtype, changes))
 
     def build(
-        self, kind: type[PreTrainedModel], dtype: torch.dtype, changes: dict[str, Any]
+        self,
+        kind: Callable[[Any], nn.Module],
+        dtype: torch.dtype,
+        changes: dict[str, Any],
     ) -> nn.Module:
-        """Return a model of one's own of any of the family's classes, as :meth:`fresh` does."""
+        """Return one's own of any of the family's classes, or of a part, as :meth:`fresh` does."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            model = cast(nn.Module, kind(self.config(**changes)))
+            model = kind(self.config(**changes))
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += 0.05 * torch.randn_like(parameter)
