@@ -12,6 +12,7 @@ from random weights on as many. Cells that are in the file are not run again.
 import argparse
 import csv
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -146,6 +147,7 @@ def known():
 
 
 def main():
+    """Run the cells that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--runs", type=Path, required=True)
@@ -174,7 +176,7 @@ def main():
                         if new:
                             writer.writeheader()
                         writer.writerow(line)
-                    print(line, flush=True)
+                    sys.stdout.write(f"{line}\n")
 
 
 if __name__ == "__main__":

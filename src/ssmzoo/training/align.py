@@ -77,9 +77,9 @@ class Align(CausalLM):
             wanted = forward(piece, **read)
         got = forward(piece, **read)
         if self._match == "hidden":
-            return F.mse_loss(got.hidden_states[-1].float(), wanted.hidden_states[-1].float())
+            return F.mse_loss(_exact(got.hidden_states[-1]), _exact(wanted.hidden_states[-1]))
         student, teacher = (
-            F.log_softmax(x.logits.float() / self._temperature, dim=-1) for x in (got, wanted)
+            F.log_softmax(_exact(x.logits) / self._temperature, dim=-1) for x in (got, wanted)
         )
         loss = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1).mean()
         return self._temperature**2 * loss
@@ -136,8 +136,14 @@ def _compare(
     x, _, packing = given
     with torch.no_grad():
         wanted = teacher.to(x.device)(x, LayerState(packing=packing), packing)
-    errors.append(F.mse_loss(out.float(), wanted.float()))
+    errors.append(F.mse_loss(_exact(out), _exact(wanted)))
     return wanted
+
+
+def _exact(x: Tensor) -> Tensor:
+    import torch
+
+    return x.to(torch.promote_types(torch.float32, x.dtype))
 
 
 def load_teachers(model: Any, teacher: str, *, check: bool) -> dict[int, nn.Module]:
