@@ -26,7 +26,10 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "smollm3": {},
 }
+# by any model's configuration, whether its class has them or not
 _NEEDED = {"hidden_act": "silu", "mlp_bias": False, "attention_dropout": 0.0}
+_NEEDED |= {"rope_interleaved": False, "use_mrope": False}
+_IDLE = {"pretraining_tp", "max_window_layers", "is_llama_config", "transformers.js_config"}
 _SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "rms_norm_eps")
 _SHARED += ("initializer_range", "use_cache", "tie_word_embeddings")
 _SHARED += ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -129,10 +132,13 @@ def _configuration(config: dict[str, Any]) -> HybridConfig:
         )
     known = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "torch_dtype"}
     known |= {field.name for field in dataclasses.fields(CONFIG_MAPPING[kind])}
-    known |= {"model_type", "head_dim", "rope_theta", "rope_scaling"}
+    known |= {"model_type", "head_dim", "rope_theta", "rope_scaling", *_NEEDED}
     for name, value in config.items():
-        if not (name in known or name.startswith("_") or value is None):
-            raise ValueError(f"{name} of a {kind} must be null to convert, got {value!r}")
+        if not (name in known | _IDLE or name.startswith("_") or value is None):
+            raise ValueError(
+                f"{name} of a {kind} must be null to convert, got {value!r}; where it changes no "
+                f"output, --set {name}=null"
+            )
     # a null may differ from the default: Mistral's window
     theirs: Any = CONFIG_MAPPING[kind].from_dict({x: config[x] for x in config if x in known})
     for name, value in _NEEDED.items():

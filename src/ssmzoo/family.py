@@ -60,7 +60,7 @@ class FromAttention:
 
     Attributes:
         fields: Called with the attention's configuration; returns the mixer's fields that make it
-            of the attention's sizes. A preset and the user's own fields win over them.
+            of the attention's sizes. They win over a preset's, the user's own over them.
         copy: Called with the attention and a new mixer in its place; copies queries, keys, values
             and outputs into the mixer's counterparts. All else stays as the family draws it.
     """
