@@ -64,6 +64,7 @@ LISTED = {
         "needs the reader's own package installed; test_third_party.py does that"
     ),
     r"ssmzoo distill path/to/": "the reader's own model; test_distill.py",
+    r"ssmzoo (prime |train (align|tune)\.yaml)": "needs a trained Transformer; test_prime.py",
     r"ssmzoo convert ": "the reader's own weights; test_convert.py",
     r"ssmzoo export ": "needs onnx; test_onnx.py",
     r"ssmzoo train coffee-induction": "minutes of training",
