@@ -246,11 +246,12 @@ def attend(
     seen, past = state.get("seen"), (state.get("keys"), state.get("values"))
     if state.keep:
         rows = None if packing is None else packing.aligned()
-        read = (
-            q.new_full((len(q),), q.shape[1], dtype=torch.int64) if rows is None else rows.lengths
-        )
         before, kept = state.get_row("seen"), []
-        read = read if before is None else before + read
+        if before is None:
+            before = q.new_zeros(
+                q.shape[0] if rows is None else rows.lengths.shape[0], dtype=torch.int64
+            )
+        read = before + (q.shape[1] if rows is None else rows.lengths)
         for name, new in (("keys", k), ("values", v)):
             room = state.room if window is None else window
             kept.append(_newest(state.get_row(name), new.flatten(2), rows, room))
@@ -287,7 +288,7 @@ def _attend_once(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     rows, groups = k.shape[1:3]
     absent = torch.arange(rows, device=k.device) < (rows - seen)[:, None]
     # heads that share keys are queries of one head
-    queries = q.view(len(q), groups, q.shape[2] // groups, q.shape[3])
+    queries = q.view(q.shape[0], groups, q.shape[2] // groups, q.shape[3])
     out = F.scaled_dot_product_attention(
         queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=~absent[:, None, None]
     )
