@@ -86,7 +86,7 @@ FAMILY = Family(
             },
             "attention": {
                 **{"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True},
-                "rope_parameters": _ROTARY,
+                "sliding_window": 5,
             },
             "longhorn": {"d_state": 4, "dt_rank": 3},
             "s4": {"d_state": 4, "n_ssm": 4, "dt_min": 0.02, "dt_max": 0.5},

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ssmzoo import families, load_family
-from ssmzoo.modeling import AttentionConfig, SSMConfig, SSMModel, SSMPreTrainedModel, suggestion
+from ssmzoo.modeling import AttentionConfig, SSMConfig, SSMModel, suggestion
 
 from .attention import AttentionModel
 
@@ -28,13 +28,13 @@ class Kind:
         family: The name of the family that its mixers are of.
         config: The configuration that they get.
         model_class: The backbone that makes them.
-        drawer: Draws their parameters, by its ``_init_weights``.
+        drawer: One without layers, whose ``_init_weights`` draws their parameters.
     """
 
     family: str
     config: SSMConfig
     model_class: type[SSMModel]
-    drawer: SSMPreTrainedModel
+    drawer: SSMModel
 
     @property
     def section(self) -> dict[str, Any]:
@@ -80,7 +80,9 @@ def _kind(name: str, section: str, shared: str) -> Kind:
         raise LookupError(f"{where}: {error}") from error
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    return Kind(family, config, model_class, model_class.__bases__[0](config))
+    drawer = model_class.__new__(model_class)
+    PreTrainedModel.__init__(drawer, config)  # its own would make embedding and blocks
+    return Kind(family, config, model_class, drawer)
 
 
 def _source(

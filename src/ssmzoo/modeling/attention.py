@@ -248,9 +248,8 @@ def attend(
         rows = None if packing is None else packing.aligned()
         before, kept = state.get_row("seen"), []
         if before is None:
-            before = q.new_zeros(
-                q.shape[0] if rows is None else rows.lengths.shape[0], dtype=torch.int64
-            )
+            sequences = q.shape[0] if rows is None else rows.lengths.shape[0]
+            before = q.new_zeros(sequences, dtype=torch.int64)
         read = before + (q.shape[1] if rows is None else rows.lengths)
         for name, new in (("keys", k), ("values", v)):
             room = state.room if window is None else window
