@@ -1,4 +1,4 @@
-"""Gated linear attention: seven papers' models by their oracle, their sizes, and stock layers.
+"""Gated linear attention: ten papers' models by their oracle, their sizes, and stock layers.
 
 The judge is ``tests/oracles/linear_attention.py``, float64 numpy from the papers alone.
 """
@@ -43,6 +43,25 @@ class TestRetNet(FamilyConformance):
 class TestMamba2(FamilyConformance):
     # norms of few numbers enlarge bfloat16's roundings
     family = replace(FAMILY, tiny=small("mamba2-130m", num_key_heads=2, head_v_dim=16))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestHGRN2(FamilyConformance):
+    family = replace(FAMILY, tiny=small("hgrn2-340m"))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestMLSTM(FamilyConformance):
+    # a head's output is divided by its size, as RetNet's
+    family = replace(FAMILY, tiny=small("xlstm-7b", rms_norm_eps=1e-3))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestGatedDeltaProduct(FamilyConformance):
+    family = replace(FAMILY, tiny=small("gated-deltaproduct-392m", num_key_heads=2, num_writes=3))
     oracle = staticmethod(oracle.logits)
 
 
