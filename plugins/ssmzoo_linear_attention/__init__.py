@@ -23,6 +23,7 @@ _MAMBA2 = {**_MAMBA2, "feature_map": "silu", "conv_bias": True, "out_norm": "gat
 _MAMBA2 = {**_MAMBA2, "vocab_size": 50288, "num_hidden_layers": 48}
 _HGRN2 = {**_BARE, "feature_map": "complement", "decay": "channel", "gate_logit_normalizer": 1.0}
 _HGRN2 = {**_HGRN2, "out_norm": "gated", "out_gate": "none", "rms_norm_eps": 1e-6}
+_HGRN2 = {**_HGRN2, "vocab_size": 32000, "tie_word_embeddings": False}
 _XLSTM = {**_BARE, "decay": "scalar", "gate_logit_normalizer": 1.0, "beta": "exp"}
 _XLSTM = {**_XLSTM, "out_norm": "head_layer", "out_gate": "sigmoid", "logit_soft_cap": 30.0}
 _DELTAPRODUCT = {"num_writes": 2, "beta_scale": 2.0, "out_gate": "none", "num_heads": 8}
@@ -70,8 +71,8 @@ FAMILY = Family(
             **{"head_k_dim": 256, "head_v_dim": 512},
         },
         "kda-1.3b": {**_KDA, **_LARGE, "num_heads": 16},
-        "hgrn2-340m": {**_HGRN2, **_MIDDLE, "num_heads": 8, "vocab_size": 32000},
-        "hgrn2-1.3b": {**_HGRN2, **_LARGE, "num_heads": 16, "tie_word_embeddings": False},
+        "hgrn2-340m": {**_MIDDLE, **_HGRN2, "num_heads": 8},
+        "hgrn2-1.3b": {**_LARGE, **_HGRN2, "num_heads": 16},
         "xlstm-7b": {
             **{**_XLSTM, "num_hidden_layers": 32, "mlp_type": "swiglu", "rms_norm_eps": 1e-6},
             **{"hidden_size": 4096, "intermediate_size": 10944, "tie_word_embeddings": False},

@@ -217,7 +217,7 @@ class LinearAttentionMixer(SSMMixer):
         config, ssd = self.config, self.config.beta == "dt"
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
-        served = (ssd and config.feature_map == "silu") or (delta and config.num_writes == 1)
+        served = (ssd and config.feature_map == "silu") or delta
         served = served and config.out_norm != "head_layer"
         if not served or self.conv1d is None or self.out_norm is None or config.rotary:
             raise UnservedError
@@ -233,10 +233,15 @@ class LinearAttentionMixer(SSMMixer):
         if ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
-            if A_log is None:  # a rate that leaves exactly 1
-                decay, A_log = beta, torch.full((config.num_heads,), -200.0, dtype=program.dtype)
-            given = (q, k, v, decay, beta, A_log, dt_bias, *rest)
-            y = program.delta_rule(*given, beta_factor=config.beta_scale)
+            count, y = config.num_writes, v  # y is the last write's
+            still = torch.full((config.num_heads,), -200.0, dtype=program.dtype)  # leaves exactly 1
+            pieces = (x.split(*[x.width // count] * count) for x in (k, v, beta))
+            for place, (k_w, v_w, beta_w) in enumerate(zip(*pieces, strict=True)):
+                if A_log is None or place:
+                    gates = (beta_w, beta_w, still, None)
+                else:
+                    gates = (decay, beta_w, A_log, dt_bias)
+                y = program.delta_rule(q, k_w, v_w, *gates, *rest, beta_factor=config.beta_scale)
         gating = {}
         if config.out_gate != "none":
             gate = gate if self.gate_proj is None else parts.linear(program, gate, "gate_proj")
