@@ -1,4 +1,4 @@
-"""Gated linear attention for Hugging Face: the models of seven papers as settings of one layer."""
+"""Gated linear attention for Hugging Face: the models of ten papers as settings of one layer."""
 
 from ssmzoo import Converter, Family, FromAttention, Paper
 
@@ -22,6 +22,12 @@ _KDA = {"decay": "channel", "decay_rank": 128, "gate_rank": 128, "out_gate": "si
 _MAMBA2 = {"beta": "dt", "delta_rule": False, "num_key_heads": 1, "head_v_dim": 64, "skip": True}
 _MAMBA2 = {**_MAMBA2, "feature_map": "silu", "conv_bias": True, "out_norm": "gated_group"}
 _MAMBA2 = {**_MAMBA2, "vocab_size": 50288, "num_hidden_layers": 48}
+_HGRN2 = {**_BARE, "feature_map": "complement", "decay": "channel", "gate_logit_normalizer": 1.0}
+_HGRN2 = {**_HGRN2, "out_norm": "gated", "out_gate": "none", "rms_norm_eps": 1e-6}
+_HGRN2 = {**_HGRN2, "vocab_size": 32000, "tie_word_embeddings": False}
+_XLSTM = {**_BARE, "decay": "scalar", "gate_logit_normalizer": 1.0, "beta": "exp"}
+_XLSTM = {**_XLSTM, "out_norm": "head_layer", "out_gate": "sigmoid", "logit_soft_cap": 30.0}
+_DELTAPRODUCT = {"num_writes": 2, "beta_scale": 2.0, "out_gate": "none", "num_heads": 8}
 
 _SMALL = {"hidden_size": 768, "num_hidden_layers": 12, "mlp_type": "swiglu"}
 _MIDDLE = {"hidden_size": 1024, "mlp_type": "swiglu", "intermediate_size": 2816}
@@ -66,6 +72,17 @@ FAMILY = Family(
             **{"head_k_dim": 256, "head_v_dim": 512},
         },
         "kda-1.3b": {**_KDA, **_LARGE, "num_heads": 16},
+        "hgrn2-340m": {**_MIDDLE, **_HGRN2, "num_heads": 8},
+        "hgrn2-1.3b": {**_LARGE, **_HGRN2, "num_heads": 16},
+        "xlstm-7b": {
+            **{**_XLSTM, "num_hidden_layers": 32, "mlp_type": "swiglu", "rms_norm_eps": 1e-6},
+            **{"hidden_size": 4096, "intermediate_size": 10944, "tie_word_embeddings": False},
+            **{"num_heads": 8, "head_k_dim": 256, "head_v_dim": 512},
+        },
+        "deltaproduct-392m": {
+            **{**_DELTAPRODUCT, **_MIDDLE, "decay": "none", "vocab_size": 32000},
+        },
+        "gated-deltaproduct-392m": {**_DELTAPRODUCT, **_MIDDLE, "vocab_size": 32000},
         "mamba2-130m": {**_MAMBA2, "num_heads": 24, "num_hidden_layers": 24},
         "mamba2-370m": {**_MAMBA2, "num_heads": 32, "hidden_size": 1024},
         "mamba2-780m": {**_MAMBA2, "num_heads": 48, "hidden_size": 1536},

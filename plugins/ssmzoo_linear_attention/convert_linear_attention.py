@@ -1,7 +1,8 @@
 """Convert checkpoints to and from the names of flash-linear-attention (fla).
 
-Its RetNet, GLA, DeltaNet and gated DeltaNet, with their ``config.json``; a field of it that our
-layer cannot express is refused before a weight is looked at. A null counts as left out.
+Its RetNet, GLA, DeltaNet, gated DeltaNet, gated DeltaProduct and HGRN2, with their
+``config.json``; a field of it that our layer cannot express is refused before a weight is looked
+at. A null counts as left out. xLSTM has a file of its own, ``convert_xlstm``.
 """
 
 import json
@@ -14,17 +15,21 @@ from transformers import PreTrainedConfig
 
 from ssmzoo.modeling import check_weights
 
+from . import convert_xlstm
 from .configuration_linear_attention import LinearAttentionConfig
 from .modeling_linear_attention import LinearAttentionForCausalLM
 
 _ADDITIVE = {"feature_map": "identity", "delta_rule": False, "beta": "none"}
-# our fields of fla's models, by their model_type; each has another decay
+# our fields of fla's models, by their model_type
 _MODELS: dict[str, dict[str, Any]] = {
     "retnet": {**_ADDITIVE, "decay": "fixed", "rotary": True, "d_conv": None},
     "gla": {**_ADDITIVE, "decay": "channel", "decay_rank": 16, "gate_logit_normalizer": 16.0},
     "delta_net": {"decay": "none"},
     "gated_deltanet": {"decay": "scalar"},
+    "gated_deltaproduct": {"decay": "scalar"},
+    "hgrn2": {**_ADDITIVE, "decay": "channel", "gate_logit_normalizer": 1.0, "out_norm": "gated"},
 }
+_MODELS["hgrn2"] |= {"feature_map": "complement", "out_gate": "none", "d_conv": None}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BACKBONE = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
 # fields of theirs that change no output, and the values that others must have
@@ -37,6 +42,7 @@ _IDLE = {
 }
 _NEEDED = {
     **dict.fromkeys(("elementwise_affine", "use_beta", "use_output_norm", "use_gk"), (True,)),
+    "use_lower_bound": (True,),
     **dict.fromkeys(("use_short_conv", "use_gv", "norm_first"), (False,)),
     **{"hidden_act": ("swish", "silu"), "qk_norm": ("l2",), "qk_activation": ("silu",)},
 }
@@ -53,6 +59,8 @@ def from_official(
         ValueError: Our layer has nothing for a field, a shape contradicts the configuration, or
             ``tie_word_embeddings`` is true and the head differs from the embedding.
     """
+    if config.get("model_type") == "xlstm":
+        return convert_xlstm.from_official(state_dict, config)
     ours = _configuration(config)
     with torch.device("meta"):
         plan = _parts(LinearAttentionForCausalLM(ours).state_dict(), ours)
@@ -94,6 +102,8 @@ def to_official(state_dict: dict[str, Tensor], config: LinearAttentionConfig) ->
     Raises:
         ValueError: The model is none of those of fla.
     """
+    if config.beta == "exp":
+        return convert_xlstm.to_official(state_dict, config)
     parts = _parts(state_dict, config).values()
     theirs = {name: tensor for part in parts for name, tensor in part.items()}
     return {"lm_head.weight": theirs["model.embeddings.weight"], **theirs}
@@ -103,21 +113,33 @@ def _configuration(config: dict[str, Any]) -> LinearAttentionConfig:
     left = {name: value for name, value in config.items() if value is not None}
     kind = str(left.pop("model_type", None))
     if kind not in _MODELS:
-        raise LookupError(f"config must have a model_type of {', '.join(_MODELS)}, got {kind}")
-    for name in ("hidden_size", "num_heads", "head_dim", "expand_k", "expand_v", "hidden_ratio"):
+        kinds = ", ".join([*_MODELS, "xlstm"])
+        raise LookupError(f"config must have a model_type of {kinds}, got {kind}")
+    numbers = ("hidden_size", "num_heads", "head_dim", "expand_k", "expand_v", "hidden_ratio")
+    for name in (*numbers, "expand_ratio", "num_householder"):
         if not isinstance(left.get(name, 0), int | float):
             raise TypeError(f"{name} must be a number, got {left[name]!r}")
-    grouped, delta = kind == "gated_deltanet", "delta" in kind
+    grouped, delta, product = kind == "gated_deltanet", "delta" in kind, "product" in kind
     try:
-        width, heads, expand = left.pop("hidden_size"), left.pop("num_heads"), left.pop("expand_v")
-        if grouped:
-            key, value = left["head_dim"], int(left.pop("head_dim") * expand)
+        width, heads = left.pop("hidden_size"), left.pop("num_heads")
+        if kind == "hgrn2":
+            key = value = width // max(heads, 1)
+        elif grouped or product:
+            key, value = left["head_dim"], int(left.pop("head_dim") * left.pop("expand_v"))
         else:
-            key, value = (int(width * x) // max(heads, 1) for x in (left.pop("expand_k"), expand))
+            expands = left.pop("expand_k"), left.pop("expand_v")
+            key, value = (int(width * x) // max(heads, 1) for x in expands)
+        fields = {"num_writes": left.pop("num_householder")} if product else {}
+        if product and not left.pop("use_forget_gate"):
+            fields["decay"] = "none"
+        gate = "use_gate" if delta and not product else "use_output_gate"
+        if kind != "hgrn2":
+            fields["out_gate"] = "silu" if left.pop(gate) else "none"
         inner = 256 * -(-int(width * left.pop("hidden_ratio", 4) * 2 / 3) // 256)
-        taps, convolved = left.pop("conv_size", 4), kind != "retnet" and left.pop("use_short_conv")
+        taps, bare = left.pop("conv_size", 4), kind in ("retnet", "hgrn2")
+        convolved = not bare and left.pop("use_short_conv")
         ours = LinearAttentionConfig(
-            **_fields(kind, taps if convolved else None),
+            **{**_fields(kind, taps if convolved else None), **fields},
             **{name: left.pop(name) for name in ("num_hidden_layers", "vocab_size")},
             **{name: left.pop(name, None) for name in _TOKENS},
             hidden_size=width,
@@ -129,11 +151,11 @@ def _configuration(config: dict[str, Any]) -> LinearAttentionConfig:
             head_k_dim=key,
             head_v_dim=value,
             beta_scale=2.0 if delta and left.pop("allow_neg_eigval", False) else 1.0,
-            out_gate="silu" if left.pop("use_gate" if delta else "use_output_gate") else "none",
         )
     except KeyError as error:
         raise LookupError(f"config of a {kind} must have {error}") from None
     needed = {**_NEEDED, "num_kv_heads": (heads,)}
+    needed["expand_ratio"] = (key,) if kind == "hgrn2" and width == key * heads else ()
     for name, value in left.items():
         if name in _IDLE or name.startswith("_"):  # _name_or_path and such
             continue
@@ -152,15 +174,21 @@ def _fields(kind: str, taps: int | None) -> dict[str, Any]:
 def _model_type(config: LinearAttentionConfig) -> str:
     """Return which of fla's models a configuration of ours is."""
     kind = next(kind for kind, fields in _MODELS.items() if fields["decay"] == config.decay)
+    kind = "hgrn2" if config.feature_map == "complement" else kind
+    kind = "gated_deltaproduct" if config.num_writes > 1 else kind
     names = (*LinearAttentionConfig.__annotations__, *_BACKBONE)
     want = {name: getattr(LinearAttentionConfig, name) for name in names}
-    free = ("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
+    free = ("num_heads", "num_key_heads", "head_k_dim", "head_v_dim", "num_writes")
     want |= {name: getattr(config, name) for name in free}
     want["key_heads"] = config.key_heads if kind == "gated_deltanet" else config.num_heads
     want["beta_scale"] = 1.0 if config.beta_scale <= 1 else 2.0
     want["out_gate"] = "none" if config.out_gate == "none" else "silu"
     want["intermediate_size"] = config.intermediate_size or 0
     want |= _fields(kind, config.d_conv)
+    if kind == "gated_deltaproduct" and config.decay == "none":
+        want["decay"] = "none"
+    if kind == "hgrn2":
+        want["head_k_dim"] = want["head_v_dim"] = config.hidden_size // config.num_heads
     others = [f"{n}={getattr(config, n)!r}" for n, v in want.items() if getattr(config, n) != v]
     if others:
         raise ValueError(
@@ -176,15 +204,22 @@ def _parts(
     """Return, by our names, the tensors by fla's names that make up each of ours."""
     kind, heads = _model_type(config), config.num_heads
     keys, values = config.key_heads * config.head_k_dim, heads * config.head_v_dim
-    rows = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+    writes = config.num_writes
+    rows = {"q_proj": keys, "k_proj": keys * writes, "v_proj": values * writes}
     convolved = {f"attn.{name[0]}_conv1d.weight": count for name, count in rows.items()}
     rows |= {"gk_proj.0": config.decay_rank or 0, "a_proj": heads * (config.decay == "scalar")}
-    rows |= {"b_proj": heads * config.delta_rule, "g_proj": values * (config.out_gate == "silu")}
+    rows |= {
+        "b_proj": heads * config.delta_rule * writes,
+        "g_proj": values * (config.out_gate == "silu"),
+    }
+    if kind == "hgrn2":
+        rows = {"q_proj": keys, "i_proj": values, "f_proj": keys}
     projected = {f"attn.{name}.weight": count for name, count in rows.items() if count}
     stacked = {"mixer.conv1d.weight": convolved, "mixer.in_proj.weight": projected}
     norm = "g_norm" if config.out_gate == "none" else "g_norm_swish_gate"
     renamed = {
         "model.embed_tokens.weight": "model.embeddings.weight",
+        "model.lower_bounds.weight": "model.lower_bounds",
         "norm.weight": "attn_norm.weight",
         "mixer.decay_proj.weight": "attn.gk_proj.1.weight",
         "mixer.dt_bias": "attn.gk_proj.1.bias" if kind == "gla" else "attn.dt_bias",

@@ -1,10 +1,10 @@
-"""Gated linear attention: Linear Transformer, RetNet, GLA, DeltaNet, gated DeltaNet, KDA, Mamba2.
+"""Gated linear attention: the models of ten papers, from the Linear Transformer to mLSTM.
 
 One mixer, whose configuration says which. What surprises: ``in_proj`` gives queries, keys and
 values in this order, then the inputs of decay, write strength and gate. Decays and states are
 always float32.
 
-Dimensions: B batch, L length, D hidden, H heads, G key heads, K key size, V value size.
+Dimensions: B batch, L length, D hidden, H heads, G key heads, K key size, V value size, W writes.
 """
 
 import math
@@ -41,10 +41,32 @@ from ssmzoo.modeling import (
 )
 from ssmzoo_kernels import gated_linear_attention
 from ssmzoo_kernels.token_step import Program, Value
+from ssmzoo_kernels.validation import Packing
 
 from .configuration_linear_attention import LinearAttentionConfig
 
 _EPS = 1e-6  # added to squared lengths, and to sums of weights
+_GATE_CAP = 15.0  # of mLSTM's gates: exp(15) times the tokens is far from float32's end
+
+
+class LowerBounds(nn.Module):
+    """HGRN2's lower bounds of the decays, which rise from layer to layer.
+
+    ``b[l] = p[1] + ... + p[l]`` in layer l, where p is the softmax of ``weight`` over all layers;
+    the first layer, 0, has none.
+    """
+
+    param_group_names: ClassVar[Mapping[str, str]] = {"weight": "ssm"}
+
+    def __init__(self, config: LinearAttentionConfig) -> None:
+        super().__init__()
+        width = config.num_heads * config.head_k_dim
+        self.weight = nn.Parameter(torch.zeros(config.num_hidden_layers, width))
+
+    def forward(self, layer: int) -> Tensor:
+        """Return a layer's bounds ``[H K]``, in float32."""
+        exact = torch.promote_types(torch.float32, self.weight.dtype)
+        return self.weight.softmax(dim=0, dtype=exact)[1 : layer + 1].sum(dim=0)
 
 
 class LinearAttentionMixer(SSMMixer):
@@ -52,9 +74,15 @@ class LinearAttentionMixer(SSMMixer):
 
     ``out_proj(gate(norm(S^T q)))`` with ``S <- diag(a) S``, ``S <- S + k (beta (v - S^T k))^T``, or
     ``S <- S + k (beta v)^T`` without the delta rule.
+
+    Attributes:
+        owner: HGRN2's model, which has the lower bounds, in a tuple: it is no part of this module.
     """
 
-    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(("A_log", "dt_bias", "D"), "ssm")
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("A_log", "dt_bias", "beta_bias", "D"), "ssm"
+    )
+    owner: "tuple[LinearAttentionModel, ...]" = ()
     config: LinearAttentionConfig
 
     def __init__(self, config: LinearAttentionConfig, layer_idx: int) -> None:
@@ -62,25 +90,27 @@ class LinearAttentionMixer(SSMMixer):
         heads, both = config.num_heads, config.key_heads * config.head_k_dim
         inner = heads * config.head_v_dim
         decays = {"scalar": heads, "channel": heads * config.head_k_dim}.get(config.decay, 0)
-        betas = heads if config.beta == "sigmoid" else 0
+        writes, own_keys = config.num_writes, config.feature_map == "complement"
+        betas = heads * writes if config.beta in ("sigmoid", "exp") else 0
         gates = 0 if config.out_gate == "none" else inner
         low, gate_low = config.decay_rank, config.gate_rank
-        self.widths = [both, both, inner]  # of q, k and v
+        self.widths = [both, 0 if own_keys else both * writes, inner * writes]  # of q, k and v
         self.splits = [sum(self.widths), low or decays, betas, gate_low or gates]
         self.in_proj = Linear(config.hidden_size, sum(self.splits), bias=False)
-        self.activation = "silu" if config.feature_map.startswith("silu") else None
+        self.activation = "silu" if config.feature_map in ("silu", "silu_l2") else None
         taps, bias = config.d_conv, config.conv_bias
         self.conv1d = CausalConv1d(self.splits[0], taps, bias, self.activation) if taps else None
         self.decay_proj = Linear(low, decays, bias=False) if low else None
         self.gate_proj = Linear(gate_low, gates, bias=False) if gate_low else None
         rates = heads if decays and config.gate_logit_normalizer is None else 0
         self.A_log = nn.Parameter(torch.empty(rates)) if rates else None
-        self.dt_bias = nn.Parameter(torch.empty(decays)) if decays else None
+        self.dt_bias = nn.Parameter(torch.empty(decays)) if decays and not own_keys else None
+        self.beta_bias = nn.Parameter(torch.empty(heads)) if config.beta == "exp" else None
         self.D = nn.Parameter(torch.empty(heads)) if config.skip else None
-        groups = {"head": config.head_v_dim, "gated": inner}
+        groups = {"head": config.head_v_dim, "head_layer": config.head_v_dim, "gated": inner}
         groups["gated_group"] = inner // config.key_heads
-        group, normed = groups.get(config.out_norm), inner if config.norms_gated else groups["head"]
-        self.norms_gated = config.norms_gated
+        group, self.norms_gated = groups.get(config.out_norm), config.norms_gated
+        normed = config.head_v_dim if config.out_norm == "head" else inner
         self.out_norm = GroupRMSNorm(normed, config.rms_norm_eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
@@ -89,10 +119,11 @@ class LinearAttentionMixer(SSMMixer):
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``.
 
-        The state is ``ssm [B, H, K, V]``, of "elu" with one value more, the sum of weights, and of
-        Mamba2 ``[B, H, V, K]``; ``conv``; with rotary positions the tokens seen, ``position [B]``.
+        The state is ``ssm [B, H, K, V]``, of "elu" and mLSTM with one value more, the sum of
+        weights, and of Mamba2 ``[B, H, V, K]``; ``conv``; with rotary positions the tokens seen,
+        ``position [B]``.
         """
-        config, start = self.config, state.get("ssm")
+        config = self.config
         mixed, decay, beta, gate = self.in_proj(hidden_states).split(self.splits, dim=-1)
         if self.conv1d is not None:
             mixed, final = self.conv1d(mixed, state.get("conv"), packing)
@@ -100,30 +131,73 @@ class LinearAttentionMixer(SSMMixer):
         elif self.activation is not None:
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, dim=-1)
-        q, k = (self._feature(split_heads(x, config.key_heads)) for x in (q, k))
+        log_decay, beta = self._decay(decay, beta)
+        q = self._feature(split_heads(q, config.key_heads))
+        if config.feature_map == "complement":
+            assert log_decay is not None
+            k = -torch.expm1(log_decay).to(v.dtype)
+        else:
+            k = self._feature(split_heads(k, config.key_heads * config.num_writes))
         if config.rotary:
             turns = self._turns(hidden_states, state, packing)
             q, k = (rotated(x, turns) for x in (q, k))
-        v = split_heads(v, config.num_heads)
-        exact, sums = torch.promote_types(torch.float32, v.dtype), config.feature_map == "elu"
-        by_value = config.beta == "dt"  # as the instruction of Mamba2's token has the state
-        log_decay, beta = self._decay(decay, beta)
+        v = split_heads(v, config.num_heads * config.num_writes)
+        y = self._recurrence(q, k, v, log_decay, beta, state, packing).to(v.dtype)
+        exact = torch.promote_types(torch.float32, v.dtype)
+        if self.D is not None:
+            y = (y.to(exact) + self.D.to(exact)[:, None] * v).to(v.dtype)
+        return self.out_proj(self._normed(y, gate))
+
+    def _recurrence(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: LayerState,
+        packing: Packing | None,
+    ) -> Tensor:
+        """Return the heads' outputs ``[B, L, H, V]``; keys and values are ``[B, L, W heads, .]``.
+
+        W writes are W tokens: the first decays the state, the last reads it.
+        """
+        config, start, writes = self.config, state.get("ssm"), self.config.num_writes
+        exact = torch.promote_types(torch.float32, v.dtype)
+        sums, by_value = config.sums_weights, config.beta == "dt"  # as Mamba2's instruction has it
+        if sums:
+            v = F.pad(v.to(exact), (0, 1), value=1.0)
+        if writes > 1:
+            k, v = (x.reshape(x.shape[0], -1, x.shape[2] // writes, x.shape[3]) for x in (k, v))
+            beta = beta if beta is None else beta.reshape(*v.shape[:3])
+            q = _among(q, writes, -1)
+            log_decay = log_decay if log_decay is None else _among(log_decay, writes, 0)
+            if packing is not None:
+                packing = Packing(packing.offsets * writes, packing.length * writes)
         y, final = gated_linear_attention(
             q,
             k,
-            F.pad(v.to(exact), (0, 1), value=1.0) if sums else v,
+            v,
             log_decay,
             beta,
             start.transpose(2, 3) if by_value and start is not None else start,
             cu_seqlens=packing,
             rule="delta" if config.delta_rule else "additive",
-            scale=1.0 if by_value or sums else None,
+            scale=1.0 if by_value or config.feature_map == "elu" else None,
         )
         state.put("ssm", final.transpose(2, 3).contiguous() if by_value else final)
-        if sums:
-            y = (y[..., :-1] / (y[..., -1:] + _EPS)).to(v.dtype)
-        if self.D is not None:
-            y = (y.to(exact) + self.D.to(exact)[:, None] * v).to(v.dtype)
+        y = y[:, writes - 1 :: writes]
+        if not sums:
+            return y
+        y, weight = y[..., :-1], y[..., -1:]
+        return y / (weight + _EPS if config.feature_map == "elu" else weight.abs().clamp(min=1))
+
+    def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Norm and gate outputs ``[B, L, H, V]``, in the configuration's order; join the heads."""
+        config, exact = self.config, torch.promote_types(torch.float32, y.dtype)
+        if config.out_norm == "head_layer":
+            y = y.to(exact)
+            y = (y - y.mean(dim=-1, keepdim=True)).flatten(2)
         if self.out_norm is not None and not self.norms_gated:
             y = self.out_norm(y)
         y = y.flatten(2)
@@ -134,7 +208,7 @@ class LinearAttentionMixer(SSMMixer):
             y = y * (F.silu(gate) if config.out_gate == "silu" else torch.sigmoid(gate))
         if self.out_norm is not None and self.norms_gated:
             y = self.out_norm(y)
-        return self.out_proj(y)
+        return y
 
     def write_token(
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
@@ -144,6 +218,7 @@ class LinearAttentionMixer(SSMMixer):
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
         served = (ssd and config.feature_map == "silu") or delta
+        served = served and config.out_norm != "head_layer"
         if not served or self.conv1d is None or self.out_norm is None or config.rotary:
             raise UnservedError
         mixed, decay, beta, gate = parts.linear(program, x, "in_proj").split(*self.splits)
@@ -158,10 +233,15 @@ class LinearAttentionMixer(SSMMixer):
         if ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
-            if A_log is None:  # a rate that leaves exactly 1
-                decay, A_log = beta, torch.full((config.num_heads,), -200.0, dtype=program.dtype)
-            given = (q, k, v, decay, beta, A_log, dt_bias, *rest)
-            y = program.delta_rule(*given, beta_factor=config.beta_scale)
+            count, y = config.num_writes, v  # y is the last write's
+            still = torch.full((config.num_heads,), -200.0, dtype=program.dtype)  # leaves exactly 1
+            pieces = (x.split(*[x.width // count] * count) for x in (k, v, beta))
+            for place, (k_w, v_w, beta_w) in enumerate(zip(*pieces, strict=True)):
+                if A_log is None or place:
+                    gates = (beta_w, beta_w, still, None)
+                else:
+                    gates = (decay, beta_w, A_log, dt_bias)
+                y = program.delta_rule(q, k_w, v_w, *gates, *rest, beta_factor=config.beta_scale)
         gating = {}
         if config.out_gate != "none":
             gate = gate if self.gate_proj is None else parts.linear(program, gate, "gate_proj")
@@ -181,7 +261,7 @@ class LinearAttentionMixer(SSMMixer):
         if log_decay is None:
             log_decay = decay.new_zeros(1, 1, self.config.num_heads)
         kept = log_decay.to(torch.float64).mean(dim=(0, 1)).exp().view(self.config.num_heads, -1)
-        if self.dt_bias is not None:
+        if self.config.decay in ("scalar", "channel"):
             return Dynamics(decay=kept, depends_on_input=True)
         if self.config.delta_rule:
             return None
@@ -195,6 +275,8 @@ class LinearAttentionMixer(SSMMixer):
         wide = x.to(torch.promote_types(torch.float32, x.dtype))
         if self.config.feature_map == "elu":
             return F.elu(wide) + 1
+        if self.config.feature_map == "complement":
+            return F.silu(x)
         if self.config.feature_map == "silu_l2":
             return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)
         return x
@@ -206,17 +288,31 @@ class LinearAttentionMixer(SSMMixer):
         if config.decay == "fixed":
             powers = torch.arange(5, 5 + config.num_heads, device=beta.device, dtype=torch.float64)
             log_decay = torch.log1p(-torch.exp2(-powers)).to(exact).expand(*beta.shape[:2], -1)
-        elif self.dt_bias is not None:
+        elif config.decay != "none":
             decay = decay if self.decay_proj is None else self.decay_proj(decay)
-            raw = split_heads(decay.to(exact) + self.dt_bias.to(exact), config.num_heads)
+            bias = 0.0 if self.dt_bias is None else self.dt_bias.to(exact)
+            raw = split_heads(decay.to(exact) + bias, config.num_heads)
             if (tau := config.gate_logit_normalizer) is not None:
-                log_decay = F.logsigmoid(raw) / tau
+                log_decay = F.logsigmoid(_capped(raw) if config.beta == "exp" else raw) / tau
+                if config.feature_map == "complement" and self.layer_idx:
+                    log_decay = log_decay - F.logsigmoid(raw - self._bound(raw).log())
             elif self.A_log is not None:
                 step = F.softplus(raw)
                 log_decay = -self.A_log.to(exact).exp()[:, None] * step
+        if self.beta_bias is not None:
+            return log_decay, _capped(beta.to(exact) + self.beta_bias.to(exact)).exp()
         if config.beta == "sigmoid":
             return log_decay, config.beta_scale * torch.sigmoid(beta.to(exact))
         return log_decay, step[..., 0] if step is not None and config.beta == "dt" else None
+
+    def _bound(self, like: Tensor) -> Tensor:
+        """Return b ``[H, K]``: decays are ``b + (1 - b) sigmoid(x)``."""
+        if not self.owner:
+            raise ValueError(
+                f"layer {self.layer_idx} of HGRN2 needs the lower bounds of a model; take "
+                "layer_idx=0, which has none, or the layer of a LinearAttentionModel"
+            )
+        return self.owner[0].lower_bounds(self.layer_idx).to(like).view(like.shape[2:])
 
     def _turns(
         self, x: Tensor, state: LayerState, packing: Sequences | None
@@ -235,6 +331,18 @@ class LinearAttentionMixer(SSMMixer):
         return state.shared["turns"]
 
 
+def _capped(x: Tensor) -> Tensor:
+    """Return mLSTM's soft-capped input of a gate."""
+    return _GATE_CAP * torch.tanh(x / _GATE_CAP)
+
+
+def _among(x: Tensor, writes: int, place: int) -> Tensor:
+    """Return ``[B, W L, ...]``: ``x [B, L, ...]`` at tokens' first or last writes, 0 elsewhere."""
+    others = x.new_zeros(*x.shape[:2], writes - 1, *x.shape[2:])
+    own = x.unsqueeze(2)
+    return torch.cat([others, own] if place else [own, others], dim=2).flatten(1, 2)
+
+
 class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
     """Loading and initialisation of linear attention."""
 
@@ -245,10 +353,13 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
         """Draw the mixer's own parameters; others as in every family.
 
         ``exp(A_log)``: U(1, 16). ``softplus(dt_bias)``: between 0.001 and 0.1, its logarithm
-        uniform. ``dt_bias`` with gate_logit_normalizer: 0. ``D``: 1. Logarithms are float64's,
-        which round to the same float32 on every machine.
+        uniform. ``dt_bias`` with gate_logit_normalizer: 0, but of mLSTM from 3 to 6, rising from
+        head to head, and its ``beta_bias``: -10. ``D``: 1. Lower bounds: evenly rising. Logarithms
+        are float64's, which round to the same float32 on every machine.
         """
         super()._init_weights(module)
+        if isinstance(module, LowerBounds):
+            init.zeros_(module.weight)
         if isinstance(module, LinearAttentionMixer):
             if module.A_log is not None:
                 rates = torch.empty_like(module.A_log).uniform_(1, 16)
@@ -260,14 +371,58 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
                 dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
                 start = dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
                 init.copy_(module.dt_bias, 0 * dt if module.A_log is None else start)
+            if module.beta_bias is not None and module.dt_bias is not None:
+                init.constant_(module.beta_bias, -10.0)
+                init.copy_(module.dt_bias, torch.linspace(3, 6, module.dt_bias.numel()))
 
 
 class LinearAttentionModel(LinearAttentionPreTrainedModel, SSMModel):
-    """Linear attention's backbone."""
+    """Linear attention's backbone. HGRN2's holds the lower bounds of its layers' decays."""
 
     mixer_class = LinearAttentionMixer
 
+    def __init__(self, config: LinearAttentionConfig) -> None:
+        super().__init__(config)
+        if config.feature_map == "complement":
+            self.lower_bounds = LowerBounds(config)
+            for module in self.modules():
+                if isinstance(module, LinearAttentionMixer):
+                    module.owner = (self,)
 
-LinearAttentionForCausalLM = SSMForCausalLM.of(LinearAttentionModel)
+
+class SoftCappedHead(Linear):
+    """A language model's head with logits ``c tanh(x / c)``."""
+
+    def __init__(self, width: int, classes: int, cap: float) -> None:
+        super().__init__(width, classes, bias=False)
+        self.cap = cap
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map ``[..., D]`` to logits ``[..., V]``."""
+        logits = super().forward(input)
+        exact = torch.promote_types(torch.float32, logits.dtype)
+        return (self.cap * torch.tanh(logits.to(exact) / self.cap)).to(logits.dtype)
+
+
+def _make_head(model: SSMForCausalLM, config: LinearAttentionConfig) -> nn.Module:
+    """Return a language model's head; see :meth:`SSMForCausalLM.make_head`."""
+    if (cap := config.logit_soft_cap) is None:
+        return SSMForCausalLM.make_head(model, config)
+    return SoftCappedHead(config.hidden_size, config.vocab_size, cap)
+
+
+def _set_head(model: SSMForCausalLM, head: nn.Module) -> None:
+    """Take another head; a plain linear one, as of a resized vocabulary, is capped as before."""
+    cap = model.config.logit_soft_cap
+    if cap is not None and type(head) is nn.Linear:
+        with torch.device("meta"):
+            capped = SoftCappedHead(head.in_features, head.out_features, cap)
+        capped.weight, head = head.weight, capped
+    model.lm_head = head
+
+
+LinearAttentionForCausalLM = SSMForCausalLM.of(
+    LinearAttentionModel, make_head=_make_head, set_output_embeddings=_set_head
+)
 LinearAttentionForImageClassification = SSMForImageClassification.of(LinearAttentionModel)
 LinearAttentionForSequenceClassification = SSMForSequenceClassification.of(LinearAttentionModel)

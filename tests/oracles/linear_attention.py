@@ -1,4 +1,4 @@
-"""Seven linear recurrences with a matrix state in float64 numpy, each from its paper's equations.
+"""Ten linear recurrences with a matrix state in float64 numpy, each from its paper's equations.
 
 One head at a time, from a zero state or a given one. The state lies as the paper has it, and so do
 the vectors. :func:`logits` is a language model of them: the layer around each recurrence is that of
@@ -123,6 +123,81 @@ def kda(
     return o, S
 
 
+def hgrn2(i: Array, f: Array, o: Array, state: Array | None = None) -> Found:
+    """HGRN2 (Qin et al., arXiv 2404.07904): the forget gate's complement is the input gate.
+
+    ``h_t = Diag(f_t) h_{t-1} + (1 - f_t) i_t^T`` and ``y_t = h_t^T o_t``; h is [K, V], i [L, V], f
+    and o [L, K].
+    """
+    h = np.zeros((f.shape[1], i.shape[1])) if state is None else state
+    y = np.zeros_like(i)
+    for t in range(len(i)):
+        h = np.diag(f[t]) @ h + np.outer(1 - f[t], i[t])
+        y[t] = h.T @ o[t]
+    return y, h
+
+
+def lower_bounds(gamma: Array) -> Array:
+    """The bounds of HGRN2's forget gates, ``[layers, width]`` of as many numbers.
+
+    The softmax over layers is summed up over them, the first layer's share left out (HGRN, arXiv
+    2311.04823): the first layer's bound is 0, and the last one's below 1.
+    """
+    shares = np.exp(gamma - gamma.max(axis=0))
+    shares = shares / shares.sum(axis=0)
+    return np.cumsum(shares, axis=0) - shares[0]
+
+
+def mlstm(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    state: tuple[Array, Array, float] | None = None,
+) -> tuple[Array, tuple[Array, Array, float]]:
+    """mLSTM (Beck et al., arXiv 2405.04517), stabilised as in xLSTM 7B (arXiv 2503.13427).
+
+    ``m_t = max(log sigmoid(f_t) + m_{t-1}, i_t)``, and with ``f' = exp(log sigmoid(f_t) + m_{t-1} -
+    m_t)``, ``i' = exp(i_t - m_t)``: ``C_t = f' C_{t-1} + i' v_t k_t^T``, ``n_t = f' n_{t-1} + i'
+    k_t`` and ``h_t = C_t q_t / max(|n_t . q_t|, exp(-m_t))``; q comes divided by the root of K. C
+    is [V, K], i and f [L] are what the gates get.
+    """
+    start = (np.zeros((v.shape[1], k.shape[1])), np.zeros(k.shape[1]), 0.0)
+    C, n, m = start if state is None else state
+    h = np.zeros_like(v)
+    for t in range(len(v)):
+        kept = -np.logaddexp(0.0, -f[t]) + m
+        m = max(kept, i[t])
+        forget, write = np.exp(kept - m), np.exp(i[t] - m)
+        C = forget * C + write * np.outer(v[t], k[t])
+        n = forget * n + write * k[t]
+        h[t] = C @ q[t] / max(abs(n @ q[t]), np.exp(-m))
+    return h, (C, n, m)
+
+
+def gated_delta_product(
+    q: Array, k: Array, v: Array, alpha: Array, beta: Array, state: Array | None = None
+) -> Found:
+    """Gated DeltaProduct (Siems et al., arXiv 2502.10297): several steps on a token's loss.
+
+    ``H_t = alpha_t A_t H_{t-1} + B_t`` with ``A_t = prod_j (I - beta_tj k_tj k_tj^T)``, the last j
+    leftmost, and ``B_t = sum_j (prod_{i>j} (I - beta_ti k_ti k_ti^T)) beta_tj k_tj v_tj^T``;
+    ``o_t = H_t^T q_t``. H is [K, V], k [L, J, K], v [L, J, V], alpha [L], beta [L, J].
+    """
+    length, steps, width = k.shape
+    H = np.zeros((width, v.shape[2])) if state is None else state
+    o = np.zeros((length, v.shape[2]))
+    for t in range(length):
+        A, B = np.eye(width), np.zeros_like(H)
+        for j in reversed(range(steps)):
+            B = B + beta[t, j] * np.outer(A @ k[t, j], v[t, j])
+            A = A @ (np.eye(width) - beta[t, j] * np.outer(k[t, j], k[t, j]))
+        H = alpha[t] * A @ H + B
+        o[t] = H.T @ q[t]
+    return o, H
+
+
 # --- the language model -----------------------------------------------------------------------
 
 
@@ -141,6 +216,15 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 def unit(x: Array) -> Array:
     """Vectors of length 1; 1e-6 is added to the squared length, as in the papers' code."""
     return x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def centred(x: Array) -> Array:
+    """LayerNorm is RMSNorm of these."""
+    return x - np.mean(x, axis=-1, keepdims=True)
+
+
+def soft_cap(x: Array, cap: float | None) -> Array:
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def short_conv(x: Array, weight: Array, bias: Array | float) -> Array:
@@ -164,6 +248,7 @@ def recurrence(config: Config, h: int, q: Array, k: Array, v: Array, a: Any, bet
     """The outputs ``[L, V]`` of head h, by the paper that has these decays and this rule.
 
     a is the decay ``[L]`` or ``[L, K]`` or, of Mamba2, the head's A at every token; beta is its dt.
+    Of mLSTM both are what the gates get; of several writes k, v and beta are ``[L, J, .]``.
     """
     if config["feature_map"] == "elu":
         assert config["decay"] == "none"
@@ -172,6 +257,15 @@ def recurrence(config: Config, h: int, q: Array, k: Array, v: Array, a: Any, bet
     if config["beta"] == "dt":
         return ssd(v, beta, a[0], k, q)[0]
     q = q / np.sqrt(q.shape[1])
+    if config["feature_map"] == "complement":
+        return hgrn2(v, a, q)[0]
+    if config["num_writes"] > 1:
+        alpha = np.ones(len(v)) if config["decay"] == "none" else a
+        assert config["decay"] in ("none", "scalar")
+        return gated_delta_product(q, k, v, alpha, beta)[0]
+    if config["beta"] == "exp":
+        assert config["decay"] == "scalar"
+        return mlstm(q, k, v, beta, a)[0]
     if config["delta_rule"]:
         beta = np.ones(len(v)) if beta is None else beta
         if config["decay"] == "channel":
@@ -193,9 +287,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
     K, V = config["head_k_dim"], config["head_v_dim"]
     decays = {"scalar": H, "channel": H * K}.get(config["decay"], 0)
     gates = 0 if config["out_gate"] == "none" else H * V
-    betas = H if config["beta"] == "sigmoid" else 0
+    J, own_keys = config["num_writes"], config["feature_map"] == "complement"
+    betas = H * J if config["beta"] in ("sigmoid", "exp") else 0
+    keys = 0 if own_keys else J * G * K
     widths = [
-        2 * G * K + H * V,
+        G * K + keys + J * H * V,
         config["decay_rank"] or decays,
         betas,
         config["gate_rank"] or gates,
@@ -208,24 +304,39 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         mixed = short_conv(mixed, weights[prefix + "conv1d.weight"], bias)
     if config["feature_map"] in ("silu", "silu_l2"):
         mixed = silu(mixed)
-    q, k, v = np.split(mixed, [G * K, 2 * G * K], axis=1)
+    q, k, v = np.split(mixed, [G * K, G * K + keys], axis=1)
+    if own_keys:
+        q, gamma = silu(q), weights["model.lower_bounds.weight"]
+        bound = lower_bounds(gamma)[int(prefix.split(".")[2])]
+        a = bound + (1 - bound) * sigmoid(a)
     if config["decay_rank"]:
         a = a @ weights[prefix + "decay_proj.weight"].T
     if config["gate_rank"]:
         g = g @ weights[prefix + "gate_proj.weight"].T
-    if decays:
+    if decays and not own_keys:
         a = a + weights[prefix + "dt_bias"]
+    if config["beta"] == "exp":
+        a, b = soft_cap(a, 15.0), soft_cap(b + weights[prefix + "beta_bias"], 15.0)
     out = np.zeros((len(x), H * V))
     for h in range(H):
         own = slice(h // (H // G) * K, (h // (H // G) + 1) * K)
-        q_h, k_h, v_h = q[:, own], k[:, own], v[:, h * V : (h + 1) * V]
+        q_h = q[:, own]
+        k_h = None if own_keys else k.reshape(len(x), J, G * K)[:, :, own]
+        v_h = v.reshape(len(x), J, H, V)[:, :, h]
+        beta = b.reshape(len(x), J, H)[:, :, h] if betas else None
+        if J == 1:
+            v_h, k_h = v_h[:, 0], None if own_keys else k_h[:, 0]
+            beta = beta[:, 0] if betas else None
         if config["feature_map"] == "silu_l2":
             q_h, k_h = unit(q_h), unit(k_h)
         if config["rotary"]:
             q_h, k_h = rotary(q_h), rotary(k_h)
         a_h = a[:, h * K : (h + 1) * K] if config["decay"] == "channel" else a[:, h : h + 1]
-        beta = config["beta_scale"] * sigmoid(b[:, h]) if betas else None
-        if config["gate_logit_normalizer"] is not None:
+        if config["beta"] == "sigmoid":
+            beta = config["beta_scale"] * sigmoid(beta)
+        if config["beta"] == "exp" or own_keys:
+            pass  # the recurrence takes what the gates get; the decays are known
+        elif config["gate_logit_normalizer"] is not None:
             a_h = sigmoid(a_h) ** (1 / config["gate_logit_normalizer"])
         elif decays:
             dt, A = np.logaddexp(0.0, a_h), -np.exp(weights[prefix + "A_log"][h])
@@ -239,6 +350,9 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
             y = y + weights[prefix + "D"][h] * v_h
         if config["out_norm"] == "head":
             y = rms_norm(y, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+        if config["out_norm"] == "head_layer":
+            own = weights[prefix + "out_norm.weight"][h * V : (h + 1) * V]
+            y = rms_norm(centred(y), own, config["rms_norm_eps"])
         out[:, h * V : (h + 1) * V] = y
     if gates:
         out = out * (silu(g) if config["out_gate"] == "silu" else sigmoid(g))
@@ -269,5 +383,6 @@ def logits(weights: Weights, config: Config, input_ids: Array) -> Array:
             layer = f"model.layers.{i}."
             h = rms_norm(x, weights[layer + "norm.weight"], eps)
             x = x + mixer(weights, config, layer + "mixer.", h)
-        rows.append(rms_norm(x, weights["model.norm.weight"], eps) @ head.T)
+        found = rms_norm(x, weights["model.norm.weight"], eps) @ head.T
+        rows.append(soft_cap(found, config["logit_soft_cap"]))
     return np.stack(rows)

@@ -109,3 +109,53 @@ def test_the_short_convolution_is_numpys():
     y = linear_attention.short_conv(Q, taps, 0.5)
     expected = [np.convolve(Q[:, c], taps[c, 0, ::-1])[:L] for c in range(K)]
     assert relative(y, np.stack(expected, axis=1) + 0.5) < 1e-13
+
+
+def test_hgrn2_is_gla_with_the_gates_complement_as_key():
+    y, h = linear_attention.hgrn2(VALUES, ALPHA, Q, STATE)
+    expected = linear_attention.gla(Q, 1 - ALPHA, VALUES, ALPHA, STATE)
+    assert relative(y, expected[0]) < 1e-13
+    assert relative(h, expected[1]) < 1e-13
+
+
+def test_lower_bounds_rise_from_zero_by_the_softmaxs_shares():
+    """Of two equal numbers half; the last bound is what the first share leaves of 1."""
+    assert relative(linear_attention.lower_bounds(np.zeros((2, 3)))[1], np.full(3, 0.5)) < 1e-15
+    gamma = numbers(5, 3, seed=9)
+    bounds = linear_attention.lower_bounds(gamma)
+    assert not bounds[0].any()
+    assert (np.diff(bounds, axis=0) > 0).all()
+    assert relative(bounds[-1], 1 - np.exp(gamma[0]) / np.exp(gamma).sum(axis=0)) < 1e-14
+
+
+def test_mlstm_is_its_recurrence_without_a_stabiliser():
+    """``h = C q / max(|n . q|, 1)`` with ``C = sigmoid(f) C + exp(i) v k^T`` and n likewise.
+
+    Both sides of the maximum are met, and a state goes on from that of the first tokens.
+    """
+    i, f = 2 * numbers(L, seed=10), 3 * numbers(L, seed=11)
+    C, n, expected, above = np.zeros((V, K)), np.zeros(K), np.zeros((L, V)), set()
+    for t in range(L):
+        kept, written = 1 / (1 + np.exp(-f[t])), np.exp(i[t])
+        C = kept * C + written * np.outer(VALUES[t], KEYS[t])
+        n = kept * n + written * KEYS[t]
+        above.add(abs(n @ Q[t]) > 1)
+        expected[t] = C @ Q[t] / max(abs(n @ Q[t]), 1)
+    assert above == {True, False}
+    h, (state, weights, m) = linear_attention.mlstm(Q, KEYS, VALUES, i, f)
+    assert relative(h, expected) < 1e-13
+    assert relative(np.exp(m) * state, C) < 1e-13
+    assert relative(np.exp(m) * weights, n) < 1e-13
+    _, half = linear_attention.mlstm(Q[:4], KEYS[:4], VALUES[:4], i[:4], f[:4])
+    rest, _ = linear_attention.mlstm(Q[4:], KEYS[4:], VALUES[4:], i[4:], f[4:], half)
+    assert relative(rest, expected[4:]) < 1e-13
+
+
+def test_the_gated_delta_product_is_as_many_steps_of_the_gated_delta_rule():
+    """Only the first of a token's steps decays the state, and the last one is read."""
+    k, v, beta = UNIT.reshape(3, 3, K), VALUES.reshape(3, 3, V), BETA.reshape(3, 3)
+    alpha = np.where(np.arange(L) % 3 == 0, ALPHA[:, 0], 1.0)
+    o, S = linear_attention.gated_delta_net(Q, UNIT, VALUES, alpha, BETA, STATE.T)
+    found = linear_attention.gated_delta_product(Q[2::3], k, v, ALPHA[::3, 0], beta, STATE)
+    assert relative(found[0], o[2::3]) < 1e-13
+    assert relative(found[1], S.T) < 1e-13

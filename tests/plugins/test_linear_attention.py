@@ -1,14 +1,21 @@
-"""Gated linear attention: seven papers' models by their oracle, their sizes, and stock layers.
+"""Gated linear attention: ten papers' models by their oracle, their sizes, and stock layers.
 
 The judge is ``tests/oracles/linear_attention.py``, float64 numpy from the papers alone.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tests.oracles import linear_attention as oracle
-from transformers import Mamba2Config, Mamba2ForCausalLM, Qwen3NextConfig
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Qwen3NextConfig,
+    xLSTMConfig,
+    xLSTMForCausalLM,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from ssmzoo.analysis.describe import describe_family
@@ -47,6 +54,25 @@ class TestMamba2(FamilyConformance):
 
 
 @pytest.mark.variant
+class TestHGRN2(FamilyConformance):
+    family = replace(FAMILY, tiny=small("hgrn2-340m"))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestMLSTM(FamilyConformance):
+    # a head's output is divided by its size, as RetNet's
+    family = replace(FAMILY, tiny=small("xlstm-7b", rms_norm_eps=1e-3))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
+class TestGatedDeltaProduct(FamilyConformance):
+    family = replace(FAMILY, tiny=small("gated-deltaproduct-392m", num_key_heads=2, num_writes=3))
+    oracle = staticmethod(oracle.logits)
+
+
+@pytest.mark.variant
 class TestLinearTransformer(FamilyConformance):
     family = replace(FAMILY, tiny=small("linear-transformer-mnist"))
     oracle = staticmethod(oracle.logits)
@@ -57,7 +83,10 @@ def relative(got, expected):
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("preset", ["gla-125m", "deltanet-340m", "gated-deltanet-1.3b"])
+OTHERS = ["gla-125m", "deltanet-340m", "gated-deltanet-1.3b", "deltaproduct-392m"]
+
+
+@pytest.mark.parametrize("preset", OTHERS)
 def test_other_presets_are_their_papers_models(preset):
     family = replace(FAMILY, tiny=small(preset, beta_scale=1.5 if "delta" in preset else 1.0))
     only = ["oracle", "precision", "tokens", "packing", "gradients"]
@@ -71,6 +100,10 @@ PAPERS = {  # millions of parameters
     "retnet-350m": 373.2,
     "gla-125m": 123.8,
     "mamba2-130m": 129.0,  # of the published checkpoint
+    "hgrn2-340m": 373.9,  # of flash-linear-attention's models of these configurations
+    "hgrn2-1.3b": 1364.4,
+    "deltaproduct-392m": 392.3,
+    "xlstm-7b": 6865.4,  # of transformers' model of its default configuration
 }
 
 
@@ -138,6 +171,102 @@ def test_mamba2_is_that_of_transformers_and_decodes_as_it(groups):
     assert apart <= 1e-12 if groups == 1 else apart > 1e-3
 
 
+def xlstm():
+    """Return a small model of transformers, whose gates and norms are far from their start."""
+    torch.manual_seed(0)
+    config = xLSTMConfig(
+        **{"vocab_size": 96, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2},
+        **{"chunk_size": 16, "autocast_kernel_dtype": "float32", "eps": 0.0, "norm_eps": 1e-3},
+    )
+    model = xLSTMForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        start = -1.0 if name.endswith("igate_preact.bias") else float("norm" in name)
+        spread = 3.0 if "gate_preact.bias" in name else parameter.shape[-1] ** -0.5
+        torch.nn.init.normal_(parameter, start, spread)
+    model.lm_head.weight *= 20  # logits that the cap bends
+    return model
+
+
+@torch.no_grad()
+def test_xlstm_is_that_of_transformers_and_decodes_as_it():
+    theirs = xlstm()
+    config, source = theirs.config.to_dict(), theirs.state_dict()
+    weights, ours = FAMILY.converter.from_official(source, config)
+    model = FAMILY.causal_lm_class(ours).eval()
+    model.load_state_dict(weights)
+    back = FAMILY.converter.to_official(model.state_dict(), ours)
+    assert back.keys() == source.keys()
+    assert all(torch.equal(back[name], source[name]) for name in source)
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids).logits
+    assert expected.abs().max() > 15
+    assert relative(model(ids).logits, expected) <= 1e-5
+    cache = model(ids[:, :38], use_cache=True).cache
+    for t in (38, 39):
+        logits = model(ids[:, t : t + 1], cache=cache).logits
+        assert relative(logits[:, 0], expected[:, t]) <= 1e-5
+
+
+def stabilised(mixer, x):
+    """mLSTM's layer ``[1, L, D]`` as its paper computes it: a running maximum scales the state."""
+    mixed, f, i, gate = mixer.in_proj(x)[0].split(mixer.splits, dim=-1)
+    q, k, v = (part.unflatten(-1, (4, -1)) for part in mixed.split(mixer.widths, dim=-1))
+    i, f = (15 * torch.tanh(z / 15) for z in (i + mixer.beta_bias, f + mixer.dt_bias))
+    kept, q = torch.nn.functional.logsigmoid(f), q / q.shape[-1] ** 0.5
+    C, n, m, found = 0.0, 0.0, torch.zeros_like(i[0]), []
+    for q_t, k_t, v_t, i_t, kept_t in zip(q, k, v, i, kept, strict=True):
+        before, m = m, torch.maximum(kept_t + m, i_t)
+        old, new = (torch.exp(z - m)[:, None] for z in (kept_t + before, i_t))
+        C = old[..., None] * C + new[..., None] * k_t[:, :, None] * v_t[:, None]
+        n = old * n + new * k_t
+        size = torch.maximum((q_t * n).sum(-1).abs(), torch.exp(-m))
+        found.append((q_t[:, :, None] * C).sum(1) / size[:, None])
+    y, eps = torch.stack(found), mixer.config.rms_norm_eps
+    y = torch.nn.functional.layer_norm(y, y.shape[-1:], eps=eps).flatten(1)
+    return mixer.out_proj(y * mixer.out_norm.weight * torch.sigmoid(gate))[None]
+
+
+@pytest.mark.parametrize("preactivation", [-1e3, -5.0, 5.0, 1e3])
+def test_mlstm_needs_no_stabiliser_because_its_gates_are_capped(preactivation):
+    """In float32 outputs and gradients are as exact as with one, at both ends of the gates.
+
+    A stabiliser is a factor common to the state and the sum of weights. It moves exponents, which
+    stay within those of exp(15) times the tokens, and changes no rounding but its own.
+    """
+    torch.manual_seed(0)
+    config = FAMILY.config(**small("xlstm-7b", rms_norm_eps=1e-3))
+    mixer = FAMILY.model_class(config).layers[0].mixer
+    with torch.no_grad():
+        mixer.beta_bias.copy_(preactivation * torch.tensor([1.0, 1.0, 0.5, 0.2]))
+        mixer.dt_bias.copy_(torch.tensor([1e3, 3.0, 1e3, 3.0]))  # two heads forget nothing
+    x, errors, truth = torch.randn(1, 300, 32), [], []
+    for dtype in (torch.float64, torch.float32):
+        mixer.to(dtype)
+        for run in (partial(mixer, state=LayerState()), partial(stabilised, mixer)):
+            given = x.to(dtype).requires_grad_()
+            y = run(given)
+            (slope,) = torch.autograd.grad(y.square().mean(), given)
+            truth = truth or [y.detach(), slope]
+            errors.append([relative(a, b) for a, b in zip((y, slope), truth, strict=True)])
+    assert max(errors[1]) <= 1e-10
+    for ours, theirs in zip(errors[2], errors[3], strict=True):
+        assert ours <= 2 * theirs + 1e-6
+
+
+def test_a_layer_of_hgrn2_behind_the_first_asks_for_its_models_bounds():
+    config = FAMILY.config(**small("hgrn2-340m"))
+    model = FAMILY.model_class(config).eval()
+    kind, x = type(model.layers[0].mixer), torch.randn(1, 3, 32)
+    for index, layer in enumerate(model.layers):
+        alone = kind(config, index).eval()
+        alone.load_state_dict(layer.mixer.state_dict())
+        if index:
+            with pytest.raises(ValueError, match="layer 1 of HGRN2 needs the lower bounds"):
+                alone(x, LayerState())
+        else:
+            assert torch.equal(alone(x, LayerState()), layer.mixer(x, LayerState()))
+
+
 @torch.no_grad()
 def test_gated_deltanet_is_that_of_qwen3_next():
     torch.manual_seed(0)
@@ -174,6 +303,9 @@ def test_poles_are_the_papers_decays():
     kept = dynamics("gla-125m").decay
     assert relative(kept, torch.full((4, 6), 0.5**0.0625, dtype=torch.float64)) <= 1e-6
     assert dynamics("mamba2-130m").decay.shape == (4, 1)
+    assert dynamics("hgrn2-340m").decay.shape == (4, 6)
+    kept = torch.sigmoid(15 * torch.tanh(torch.linspace(3, 6, 4, dtype=torch.float64) / 15))
+    assert relative(dynamics("xlstm-7b").decay[:, 0], kept) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -194,6 +326,12 @@ def test_poles_are_the_papers_decays():
         ({"beta": "dt", "delta_rule": False, "decay": "channel"}, "beta needs decay 'scalar'"),
         ({"beta": "none", "beta_scale": 2}, "beta_scale needs beta 'sigmoid'"),
         ({"beta_scale": 2.5}, "beta_scale needs to be above 0 and at most 2"),
+        ({"num_writes": 0}, "num_writes must be at least 1, got 0"),
+        ({"num_writes": 2, "skip": True}, "num_writes needs delta_rule and no skip"),
+        (small("hgrn2-340m", gate_logit_normalizer=2), "feature_map needs decay 'channel', gate_l"),
+        (small("hgrn2-340m", num_key_heads=2), "feature_map needs .* no num_key_heads"),
+        (small("xlstm-7b", feature_map="elu"), "beta needs gate_logit_normalizer, feature_map 'id"),
+        ({"logit_soft_cap": 0}, "logit_soft_cap needs to be positive"),
     ],
 )
 def test_fields_that_do_not_fit_are_one_error_that_names_them(fields, words):

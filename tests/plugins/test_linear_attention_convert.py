@@ -1,6 +1,6 @@
 """Checkpoints under flash-linear-attention's names: in, out, and refused.
 
-The judge computes logits from their names: the four models' equations, token by token in float64.
+The judge computes logits from their names: the six models' equations, token by token in float64.
 """
 
 import numpy as np
@@ -21,6 +21,11 @@ DELTA = {**BACKBONE, "model_type": "delta_net", "num_heads": 2, "expand_k": 1.0,
 DELTA |= {"use_gate": False, "use_short_conv": True, "qk_norm": "l2", "qk_activation": "silu"}
 GATED = {**BACKBONE, "model_type": "gated_deltanet", "num_heads": 2, "head_dim": 4, "expand_v": 1.5}
 GATED |= {"use_gate": True, "use_short_conv": True, "conv_size": 3, "hidden_act": "swish"}
+PRODUCT = {**BACKBONE, "model_type": "gated_deltaproduct", "num_heads": 2, "head_dim": 4}
+PRODUCT |= {"expand_v": 1.5, "use_output_gate": True, "use_short_conv": True, "conv_size": 3}
+PRODUCT |= {"use_forget_gate": True, "allow_neg_eigval": True, "num_householder": 3}
+HGRN2 = {**BACKBONE, "model_type": "hgrn2", "num_heads": 2, "expand_ratio": 8}
+HGRN2 |= {"use_short_conv": False, "use_lower_bound": True, "hidden_act": "swish"}
 CASES = {
     "retnet": RETNET,
     "retnet, no gate": {**RETNET, "use_output_gate": False},
@@ -30,6 +35,12 @@ CASES = {
     "delta_net, gate": {**DELTA, "use_gate": True, "use_short_conv": False},
     "delta_net, signs": {**DELTA, "allow_neg_eigval": True},
     "gated_deltanet": GATED,
+    "gated_deltaproduct": PRODUCT,
+    "gated_deltaproduct, neither gate": {
+        **{**PRODUCT, "use_output_gate": False, "use_forget_gate": False},
+        **{"num_householder": 2, "allow_neg_eigval": False},
+    },
+    "hgrn2": HGRN2,
     "gated_deltanet, groups": {**GATED, "num_v_heads": 4, "use_gate": False},
 }
 
@@ -37,6 +48,8 @@ CASES = {
 def sizes(config):
     """Return the heads of keys and of values, and their sizes."""
     heads, width = config["num_heads"], config["hidden_size"]
+    if "expand_ratio" in config:
+        return heads, heads, config["expand_ratio"], width // heads
     if "head_dim" in config:
         key = config["head_dim"]
         return heads, config.get("num_v_heads", heads), key, int(key * config["expand_v"])
@@ -48,12 +61,12 @@ def official(config):
     """Random weights under fla's names and shapes."""
     (groups, heads, key, value), width = sizes(config), config["hidden_size"]
     inner, kind = config["intermediate_size"], config["model_type"]
-    keys, values = groups * key, heads * value
+    keys, values, writes = groups * key, heads * value, config.get("num_householder", 1)
     gate = config.get("use_gate", config.get("use_output_gate"))
     layer = {"attn_norm.weight": (width,), "mlp_norm.weight": (width,)}
     layer |= {f"mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
     layer |= {"mlp.down_proj.weight": (width, inner), "attn.o_proj.weight": (width, values)}
-    rows = {"q": keys, "k": keys, "v": values}
+    rows = {"q": keys, "k": keys * writes, "v": values * writes}
     if gate:
         layer["attn.g_proj.weight"] = (values, width)
     if config["use_short_conv"]:
@@ -62,17 +75,23 @@ def official(config):
     if kind == "gla":
         layer |= {"attn.gk_proj.0.weight": (16, width), "attn.gk_proj.1.weight": (keys, 16)}
         layer["attn.gk_proj.1.bias"] = (keys,)
-    if kind == "gated_deltanet":
+    if kind == "hgrn2":
+        rows = {"q": keys, "f": keys, "i": values}
+    if kind == "gated_deltanet" or config.get("use_forget_gate"):
         rows["a"] = heads
         layer |= {"attn.A_log": (heads,), "attn.dt_bias": (heads,)}
-    if kind in ("delta_net", "gated_deltanet"):
-        rows["b"] = heads
+    if "delta" in kind:
+        rows["b"] = heads * writes
         layer["attn.o_norm.weight"] = (value,)
+    elif kind == "hgrn2":
+        layer["attn.g_norm.weight"] = (width,)
     else:
         layer[f"attn.g_norm{'_swish_gate' if gate else ''}.weight"] = (value,)
     layer |= {f"attn.{x}_proj.weight": (count, width) for x, count in rows.items()}
     shapes = {"model.embeddings.weight": (24, width), "model.norm.weight": (width,)}
     shapes["lm_head.weight"] = (24, width)
+    if kind == "hgrn2":
+        shapes["model.lower_bounds"] = (config["num_hidden_layers"], keys)
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     rng = np.random.default_rng(0)
@@ -84,8 +103,8 @@ def rms(x, weight, eps):
     return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def mixed(x, weights, config):
-    """Map ``[B, L, D]`` through one layer's mixer."""
+def mixed(x, weights, config, bound):
+    """Map ``[B, L, D]`` through one layer's mixer, whose decays have this lower bound."""
     groups, heads, key, value = sizes(config)
     kind, length = config["model_type"], x.shape[1]
     delta = "delta" in kind
@@ -93,7 +112,13 @@ def mixed(x, weights, config):
     def line(name, x=x):
         return x @ weights[f"{name}.weight"].T
 
-    parts = []
+    if kind == "hgrn2":
+        kept = bound + (1 - bound) * torch.sigmoid(line("f_proj"))
+        pairs = ((F.silu(line("q_proj")), key), (kept, key), (line("i_proj"), value))
+        q, kept, v = (part.unflatten(-1, (heads, size)) for part, size in pairs)
+        y = read(q, 1 - kept, v, kept[..., None], torch.ones(1, length, heads), delta=False)
+        return line("o_proj", rms(y.flatten(2), weights["g_norm.weight"], config["norm_eps"]))
+    parts, writes = [], config.get("num_householder", 1)
     for name in "qkv":
         part = line(f"{name}_proj")
         if config["use_short_conv"]:
@@ -101,8 +126,9 @@ def mixed(x, weights, config):
             padded = F.pad(part.transpose(1, 2), (taps.shape[2] - 1, 0))
             part = F.conv1d(padded, taps, groups=taps.shape[0]).transpose(1, 2)
         parts.append(F.silu(part) if delta or config["use_short_conv"] else part)
-    q, k = (part.unflatten(-1, (groups, key)) for part in parts[:2])
-    v = parts[2].unflatten(-1, (heads, value))
+    q, k, v = parts[0].unflatten(-1, (groups, key)), *parts[1:]
+    k, v = (part.unflatten(-1, (writes, -1)).flatten(1, 2) for part in (k, v))
+    k, v = k.unflatten(-1, (groups, key)), v.unflatten(-1, (heads, value))
     if kind == "retnet":
         angle = torch.outer(
             torch.arange(length), 10_000.0 ** (-torch.arange(0, key, 2).double() / key)
@@ -113,38 +139,51 @@ def mixed(x, weights, config):
     if delta:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(heads // groups, dim=2) for x in (q, k))
-    beta, kept = torch.ones(1, length, heads), torch.ones(1, length, heads, 1)
+    beta, kept = torch.ones(1, length, heads), torch.ones(1, length, heads, 1, 1)
     if delta:
         beta = torch.sigmoid(line("b_proj")) * (2 if config.get("allow_neg_eigval") else 1)
+        beta = beta.unflatten(-1, (writes, heads)).flatten(1, 2)
     if kind == "retnet":
-        kept = (1 - 2.0 ** (-5 - torch.arange(heads))).expand(1, length, -1)[..., None]
+        kept = (1 - 2.0 ** (-5 - torch.arange(heads))).expand(1, length, -1)[..., None, None]
     elif kind == "gla":
         raw = line("gk_proj.1", line("gk_proj.0")) + weights["gk_proj.1.bias"]
-        kept = torch.sigmoid(raw).pow(1 / 16).unflatten(-1, (heads, key))
-    elif kind == "gated_deltanet":
+        kept = torch.sigmoid(raw).pow(1 / 16).unflatten(-1, (heads, key))[..., None]
+    elif "a_proj.weight" in weights:
         step = F.softplus(line("a_proj") + weights["dt_bias"])
-        kept = (-weights["A_log"].exp() * step).exp()[..., None]
-    state, outputs = torch.zeros(len(x), heads, key, value, dtype=x.dtype), []
-    for t in range(length):
-        state = kept[:, t, :, :, None] * state
-        held = torch.einsum("bhk,bhkv->bhv", k[:, t], state) if delta else 0
-        written = beta[:, t, :, None] * (v[:, t] - held)
-        state = state + k[:, t, :, :, None] * written[:, :, None]
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) / key**0.5)
+        kept = (-weights["A_log"].exp() * step).exp()[..., None, None]
+    y = read(q, k, v, kept, beta, delta=delta)
     names = ("o_norm.weight", "g_norm.weight", "g_norm_swish_gate.weight")
     norm = next(weights[name] for name in names if name in weights)
-    y = rms(torch.stack(outputs, dim=1), norm, config["norm_eps"]).flatten(2)
+    y = rms(y, norm, config["norm_eps"]).flatten(2)
     return line("o_proj", y * F.silu(line("g_proj")) if "g_proj.weight" in weights else y)
+
+
+def read(q, k, v, kept, beta, delta):
+    """The outputs of a recurrence with so many writes a token as there are keys a query."""
+    writes, state, outputs = k.shape[1] // q.shape[1], 0, []
+    for t in range(k.shape[1]):
+        if t % writes == 0:
+            state = kept[:, t // writes] * state
+        held = torch.einsum("bhk,bhkv->bhv", k[:, t], state) if delta and t else 0
+        written = beta[:, t, :, None] * (v[:, t] - held)
+        state = state + k[:, t, :, :, None] * written[:, :, None]
+        if t % writes == writes - 1:
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t // writes], state))
+    return torch.stack(outputs, dim=1) / q.shape[-1] ** 0.5
 
 
 def logits(weights, config, ids):
     weights, eps = {name: x.double() for name, x in weights.items()}, config["norm_eps"]
-    x = weights["model.embeddings.weight"][ids]
+    x, shares = weights["model.embeddings.weight"][ids], torch.zeros(config["num_hidden_layers"], 1)
+    if "model.lower_bounds" in weights:
+        shares = weights["model.lower_bounds"].softmax(dim=0)
     for i in range(config["num_hidden_layers"]):
         begin = f"model.layers.{i}."
         layer = {name.removeprefix(begin): w for name, w in weights.items() if begin in name}
         attn = {name.removeprefix("attn."): w for name, w in layer.items()}
-        x = x + mixed(rms(x, layer["attn_norm.weight"], eps), attn, config)
+        x = x + mixed(
+            rms(x, layer["attn_norm.weight"], eps), attn, config, shares[1 : i + 1].sum(0)
+        )
         h = rms(x, layer["mlp_norm.weight"], eps)
         gate, up = (h @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + F.silu(gate) * up @ layer["mlp.down_proj.weight"].T
@@ -234,9 +273,13 @@ def test_an_mlp_whose_width_is_not_told_has_flas():
         from_official(source, {**told, "hidden_ratio": 25})
 
 
-@pytest.mark.parametrize("case", ["retnet", "gla", "delta_net", "gated_deltanet"])
+KINDS = ["retnet", "gla", "delta_net", "gated_deltanet", "gated_deltaproduct", "hgrn2"]
+
+
+@pytest.mark.parametrize("case", KINDS)
 def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(case):
-    source, name = official(CASES[case]), "model.layers.1.attn.k_proj.weight"
+    key = "f_proj" if case == "hgrn2" else "k_proj"
+    source, name = official(CASES[case]), f"model.layers.1.attn.{key}.weight"
     lacking = {key: x for key, x in source.items() if key != name}
     with pytest.raises(LookupError, match=rf"missing \['{name}'\]"):
         from_official(lacking, CASES[case])
@@ -244,9 +287,9 @@ def test_a_tensor_that_is_missing_unknown_or_misshapen_is_named(case):
         from_official({**source, "model.layers.0.attn.z": torch.ones(1)}, CASES[case])
     # as many rows in all
     swapped = {**source, name: source[name][1:]}
-    query = name.replace("k_proj", "q_proj")
+    query = name.replace(key, "q_proj")
     swapped[query] = torch.cat([source[query], source[query][:1]])
-    with pytest.raises(ValueError, match=r"attn.[qk]_proj.weight must have shape \["):
+    with pytest.raises(ValueError, match=r"attn.[qkf]_proj.weight must have shape \["):
         from_official(swapped, CASES[case])
 
 
@@ -256,7 +299,7 @@ ATTENTION = {"layers": [1], "num_heads": 2}
 @pytest.mark.parametrize(
     ("config", "fields", "words"),
     [
-        (GLA, {"model_type": None}, "model_type of retnet, gla, delta_net, gated_deltanet, got"),
+        (GLA, {"model_type": None}, "model_type of retnet, gla, .*, xlstm, got None"),
         (GLA, {"model_type": "kda"}, "got kda"),
         (GLA, {"num_heads": None}, "config of a gla must have 'num_heads'"),
         (GLA, {"expand_k": None}, "config of a gla must have 'expand_k'"),
@@ -280,6 +323,11 @@ ATTENTION = {"layers": [1], "num_heads": 2}
         (GATED, {"lower_bound": -5}, "lower_bound of a gated_deltanet must be null"),
         (GATED, {"num_v_heads": 3}, "num_key_heads needs to divide num_heads"),
         (GLA, {"num_heads": 0}, "num_heads must be at least 1"),
+        (HGRN2, {"expand_ratio": 4}, "expand_ratio of a hgrn2 must be 8"),
+        (HGRN2, {"use_lower_bound": False}, "use_lower_bound of a hgrn2 must be true"),
+        (HGRN2, {"use_short_conv": True}, "use_short_conv of a hgrn2 must be false"),
+        (PRODUCT, {"num_householder": None}, "gated_deltaproduct must have 'num_householder'"),
+        (PRODUCT, {"num_v_heads": 4}, "num_v_heads of a gated_deltaproduct must be null"),
     ],
 )
 def test_what_our_layer_cannot_express_is_refused_by_the_configuration_alone(config, fields, words):
@@ -317,6 +365,13 @@ def test_presets_of_their_models_go_out(preset):
         ("deltanet-340m", {"num_key_heads": 2}, "whose delta_net has no key_heads=2"),
         ("deltanet-340m", {"out_gate": "sigmoid"}, "whose delta_net has no out_gate='sigmoid'"),
         ("gated-deltanet-1.3b", {"skip": True}, "whose gated_deltanet has no skip=True"),
+        ("hgrn2-340m", {"head_v_dim": 64}, "whose hgrn2 has no head_v_dim=64"),
+        (
+            "gated-deltaproduct-392m",
+            {"decay": "channel"},
+            "gated_deltaproduct has no decay='channel",
+        ),
+        ("xlstm-7b", {"out_norm": "head"}, "the official model has out_norm='head_layer' only"),
         ("gated-deltanet-1.3b", {"prenorm": False}, "whose gated_deltanet has no prenorm=False"),
     ],
 )

@@ -79,6 +79,11 @@ def gated_linear_attention(
     gated DeltaNet        delta        ``log alpha``, a number  its beta       keys of length 1
                                        a head
     KDA (Kimi Linear)     delta        ``[B, L, H, K]``         its beta       keys of length 1
+    DeltaProduct          delta        0 but for a token's      its beta       a token's writes are
+                                       first write                             tokens; q at the last
+    HGRN2                 additive     ``[B, L, H, K]``         None           k is one minus decay
+    mLSTM                 additive     ``log sigmoid(f)``, a    ``exp(i)``     a column of ones in v
+                                       number a head                           sums weights
     ===================== ============ ======================== ============== =====================
 
     Everything inside is float32 (float64 for float64 queries); only the output takes v's dtype.
