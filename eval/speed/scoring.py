@@ -1,24 +1,33 @@
 """Score with shared states and as lm-eval does: seconds, tokens read, and whether scores are equal.
 
-The same requests go to ``HFLM`` and to ``SharedPrefixLM`` in one process, by turns.
-Texts are pages of this repository, cut to the lengths that the tasks of each form usually have.
+``HFLM`` and ``SharedPrefixLM`` score the same tasks in one process, by turns, from lm-eval's
+``simple_evaluate`` to its results; only its listing of installed packages is left out.
+The tasks are lm-eval's by their form, with pieces of this repository's pages for texts.
 
     python eval/speed/scoring.py eval/speed/scoring.csv
 """
 
+# lm-eval's decorators hide the types of its functions
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import lm_eval
+import lm_eval.evaluator
 import torch
+import yaml
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from report import write_table
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig
 
@@ -28,7 +37,52 @@ from ssmzoo.evaluation import SharedPrefixLM
 from ssmzoo.evaluation.lm_eval_log import tamed
 
 ROOT = Path(__file__).parents[2]
-GREEDY = {"until": ["\n\n"], "max_gen_toks": 32}
+EXAMPLES = 200  # that random ones are drawn from
+CHOICES = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{context}}",
+    "doc_to_target": "label",
+    "doc_to_choice": "answers",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+LETTERS = {
+    **CHOICES,
+    "doc_to_text": "{{context}}\nAnswer:",
+    "doc_to_choice": ["A", "B", "C", "D"],
+    "metric_list": [{"metric": "acc"}],
+}
+GENERATED = {
+    "output_type": "generate_until",
+    "doc_to_text": "Question: {{context}}\nAnswer:",
+    "doc_to_target": "{{answers[label]}}",
+    "generation_kwargs": {"until": ["Question:"], "do_sample": False, "max_gen_toks": 32},
+    "metric_list": [{"metric": "exact_match"}],
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A task's form: its fields, examples, and the characters of contexts and answers."""
+
+    fields: dict[str, Any]
+    shots: int
+    first: bool  # the examples are the same for all
+    context: int
+    answer: int
+
+
+FORMS = {
+    "6 random examples, four answers of 60": Form(CHOICES, 6, False, 130, 60),
+    "6 first examples, four answers of 60": Form(CHOICES, 6, True, 130, 60),
+    # as hellaswag
+    "no examples, four answers of 110": Form(CHOICES, 0, False, 250, 110),
+    "10 random examples, four answers of 110": Form(CHOICES, 10, False, 250, 110),
+    # as mmlu
+    "5 first examples, letters": Form(LETTERS, 5, True, 380, 1),
+    # as gsm8k's variants with fixed examples, and as gsm8k
+    "5 first examples, 32 tokens generated": Form(GENERATED, 5, True, 250, 250),
+    "5 random examples, 32 tokens generated": Form(GENERATED, 5, False, 250, 250),
+}
 
 
 class Pages:
@@ -36,41 +90,47 @@ class Pages:
 
     def __init__(self) -> None:
         pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-        self._text = "".join(page.read_text(encoding="utf-8") for page in pages)
-        self._text = self._text.encode("ascii", "ignore").decode()
+        text = "".join(page.read_text(encoding="utf-8") for page in pages)
+        self._text = text.encode("ascii", "ignore").decode()
         self._draw = random.Random(0)
 
     def piece(self, length: int) -> str:
         """Return so many characters, the first and the last of which are no blanks."""
         begin = self._draw.randrange(len(self._text) - length)
-        return "." + self._text[begin : begin + length - 2] + "."
+        return ("." + self._text[begin : begin + length - 2] + ".")[:length]
+
+    def documents(self, form: Form, count: int) -> str:
+        """Return questions with four answers, a line of JSON each."""
+        return "".join(
+            json.dumps(
+                {
+                    "context": self.piece(form.context),
+                    "answers": [self.piece(form.answer) for _ in range(4)],
+                    "label": self._draw.randrange(4),
+                }
+            )
+            + "\n"
+            for _ in range(count)
+        )
 
 
-def answers(pages: Pages, questions: int, examples: int, own: bool, context: int, answer: int):
-    """Return four answers to each question, behind examples of its own or the same for all."""
-    shared, found = pages.piece(examples) if examples else "", []
-    for _ in range(questions):
-        before = pages.piece(examples) if examples and own else shared
-        asked = before + pages.piece(context)
-        # answers of one token are letters
-        found += [(asked, pages.piece(answer) if answer > 1 else x) for x in "ABCD"]
-    return found
-
-
-def forms(pages: Pages, questions: int) -> Iterator[tuple[str, str, list[tuple[Any, ...]]]]:
-    """Yield a name, the kind of request, and the requests' arguments."""
-    score = "loglikelihood"
-    yield "own examples, 1100 + 130 + 60", score, answers(pages, questions, 1100, True, 130, 60)
-    yield "shared examples, 1100 + 130 + 60", score, answers(pages, questions, 1100, False, 130, 60)
-    # as hellaswag: a context of 250 characters, endings of 110; an example is both
-    yield "0-shot, four long answers", score, answers(pages, questions, 0, True, 250, 110)
-    yield "10-shot, random examples", score, answers(pages, questions, 3600, True, 250, 110)
-    # as mmlu: examples of 400 characters, the first ones of a subject for all, answers A to D
-    yield "5-shot, first examples, letters", score, answers(pages, questions, 2000, False, 350, 1)
-    # as gsm8k: examples of 500 characters, the same for all
-    shared = pages.piece(2500)
-    asked = [(shared + pages.piece(250), GREEDY) for _ in range(questions)]
-    yield "5-shot generation of 32 tokens", "generate_until", asked
+def write_task(form: Form, folder: Path, questions: int) -> TaskManager:
+    """Write lm-eval's task ``task`` and its data, and return where lm-eval finds it."""
+    pages, files = Pages(), {"train": folder / "train.jsonl", "test": folder / "test.jsonl"}
+    files["train"].write_text(pages.documents(form, EXAMPLES), encoding="utf-8")
+    files["test"].write_text(pages.documents(form, questions), encoding="utf-8")
+    names = {split: str(file) for split, file in files.items()}
+    task = {
+        "task": "task",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": names, "cache_dir": str(folder / "cache")},
+        "fewshot_split": "train",
+        "test_split": "test",
+        "fewshot_config": {"sampler": "first_n" if form.first else "default"},
+        **form.fields,
+    }
+    (folder / "task.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def models(which: str) -> tuple[str, Any, Any, int]:
@@ -80,8 +140,8 @@ def models(which: str) -> tuple[str, Any, Any, int]:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
         return "longhorn-text", model, AutoTokenizer.from_pretrained(folder), 60
     torch.manual_seed(0)
-    sizes = {"hidden_size": 768, "num_hidden_layers": 24, "state_size": 16, "vocab_size": 50_280}
-    model = AutoModelForCausalLM.from_config(MambaConfig(**sizes)).eval()
+    config = MambaConfig(hidden_size=768, num_hidden_layers=24, state_size=16, vocab_size=50_280)
+    model = AutoModelForCausalLM.from_config(config).eval()
     ssmzoo.accelerate(model)
     return "Mamba of 130M, accelerated, random weights", model, byte_tokenizer(), 8
 
@@ -94,44 +154,56 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
+    lm_eval.evaluator.add_env_info = lambda storage: None  # seconds of pip
     rows = []
     for which in options.model:
         name, model, tokenizer, questions = models(which)
-        for form, kind, arguments in forms(Pages(), questions):
-            if which == "130m" and form.startswith("10-shot"):
+        for form in FORMS:
+            if which == "130m" and form.startswith("10 random"):
                 continue  # minutes
-            row = {"model": name, "form": form, "requests": len(arguments)}
-            rows.append(row | measure(model, tokenizer, kind, arguments, options))
+            row = {"model": name, "form": form, "questions": questions}
+            rows.append(row | measure(model, tokenizer, FORMS[form], questions, options))
             print(rows[-1], flush=True)
     write_table(rows, options.output)
     return 0
 
 
-def measure(model: Any, tokenizer: Any, kind: str, arguments: Any, options: Any) -> dict[str, Any]:
-    """Answer the requests in both ways, by turns."""
-    requests = [SimpleNamespace(args=each, task_name=kind) for each in arguments]
+def measure(model: Any, tokenizer: Any, form: Form, questions: int, options: Any) -> dict[str, Any]:
+    """Score a task in both ways, by turns."""
     given = {"batch_size": options.batch_size, "max_length": 8192}
-    with tamed():
+    seconds: list[list[float]] = [[], []]
+    cpu: list[list[float]] = [[], []]
+    found: list[Any] = [None, None]
+    with tamed(), tempfile.TemporaryDirectory() as folder:
+        tasks = write_task(form, Path(folder), questions)
         lms = [
             HFLM(model, backend="causal", tokenizer=tokenizer, softmax_dtype="float32", **given),
             SharedPrefixLM(model, tokenizer, **given),
         ]
-        seconds: list[list[float]] = [[], []]
-        found: list[Any] = [None, None]
         for _ in range(options.runs):
             for i, lm in enumerate(lms):
-                begin = time.perf_counter()
-                found[i] = getattr(lm, kind)(requests, disable_tqdm=True)
+                begin, begin_cpu = time.perf_counter(), time.process_time()
+                outcome = lm_eval.simple_evaluate(
+                    lm, tasks=["task"], num_fewshot=form.shots, task_manager=tasks
+                )
                 seconds[i].append(time.perf_counter() - begin)
-    old, new = (statistics.median(each) for each in seconds)
+                cpu[i].append(time.process_time() - begin_cpu)
+                assert outcome is not None
+                samples = outcome.get("samples", {})["task"]
+                found[i] = [each for sample in samples for (each,) in sample["resps"]]
+    (old, new), (old_cpu, new_cpu) = (map(statistics.median, each) for each in (seconds, cpu))
     pairs = list(zip(*found, strict=True))
-    scores = [(a[0], b[0]) for a, b in pairs] if kind == "loglikelihood" else []
+    scores = [(a[0], b[0]) for a, b in pairs if not isinstance(a, str)]
     largest = max((abs(a - b) / abs(a) for a, b in scores), default=0)
     reading = lms[1].reading
     return {
+        "requests": len(pairs),
         "hf_seconds": f"{old:.2f}",
         "ssmzoo_seconds": f"{new:.2f}",
         "times_as_fast": f"{old / new:.2f}",
+        "hf_cpu_seconds": f"{old_cpu:.2f}",
+        "ssmzoo_cpu_seconds": f"{new_cpu:.2f}",
+        "times_as_fast_cpu": f"{old_cpu / new_cpu:.2f}",
         "tokens_alone": reading.alone // options.runs,
         "tokens_read": reading.read // options.runs,
         "equal_to_the_bit": sum(a == b for a, b in pairs),

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import ssmzoo.auto  # noqa: F401  # a model may be given by its folder
+from ssmzoo.data.tokenizer import is_byte_tokenizer
 from ssmzoo.environment.hardware import usable_device
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
@@ -97,6 +98,7 @@ class SharedPrefixLM(HFLM):
                 **options,
             },
         )
+        self._reads_bytes = is_byte_tokenizer(self.tokenizer)
         if isinstance(pretrained, str):
             choose_kernels(self.model, stock)
         if state_adapter is not None:
@@ -191,6 +193,8 @@ class SharedPrefixLM(HFLM):
     def _encode(
         self, string: str, add_special_tokens: bool | None, _: bool | None, **options: Any
     ) -> tuple[int, ...]:
+        if self._reads_bytes and not options:
+            return tuple(string.encode())
         return tuple(super().tok_encode(string, add_special_tokens, **options))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
@@ -306,13 +310,16 @@ class SharedPrefixLM(HFLM):
             groups.setdefault(prompts[index].options, []).append(index)
         for group in groups.values():
             for part in self._prompts_behind_states(prompts, group):
-                for begin in range(0, len(part), self._rows):
-                    chunk = part[begin : begin + self._rows]
+                # behind states, which are read in wider calls, as many rows as were read
+                read = 0 if self._begun is None else len(self._begun[0].input_ids)
+                rows = self.batch_size_per_gpu = max(self._rows, read)
+                for begin in range(0, len(part), rows):
+                    chunk = part[begin : begin + rows]
                     asked: Any = [SimpleNamespace(args=prompts[i].arguments()) for i in chunk]
                     texts = super().generate_until(asked, disable_tqdm=True)
                     for index, text in zip(chunk, texts, strict=True):
                         finish(index, text)
-        self._begun = None
+        self._begun, self.batch_size_per_gpu = None, self._rows
 
     def _prompts_behind_states(
         self, prompts: Sequence[Prompt], group: list[int]

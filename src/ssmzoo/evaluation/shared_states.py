@@ -186,25 +186,27 @@ def _asked(batch: ReadBatch) -> int:
 
 def _found(batch: ReadBatch, requests: Sequence[Request], logits: Tensor) -> list[Found]:
     """Return what the logits ``[B, K, V]`` of a batch's last tokens tell."""
-    places: dict[tuple[int, int], int] = {}  # the number of each row and column that is asked
-    asked: list[tuple[int, int, int]] = []  # a request, and its first and last place of `wanted`
-    wanted: list[tuple[int, int]] = []  # a number, and the token behind it
+    columns = logits.shape[1]
+    places: list[int] = []  # of logits in all rows' columns, row after row
+    tokens: list[int] = []  # the token behind each place
+    asked: list[int] = []  # the request of each answer
+    lengths: list[int] = []
     for row, read in enumerate(batch.reads):
+        first = (row + 1) * columns - read.end  # the place of a request's first token
         for answer in read.answers:
-            begin = len(wanted)
-            for place in range(answer.begin, answer.end):
-                column = logits.shape[1] - (read.end - place)
-                number = places.setdefault((row, column), len(places))
-                wanted.append((number, requests[answer.request].tokens[place + 1]))
-            asked.append((answer.request, begin, len(wanted)))
-    rows, columns = torch.tensor([*places], device=logits.device).T
-    scores = logits[rows, columns].log_softmax(-1, dtype=torch.float32)
-    numbers, tokens = torch.tensor(wanted, device=logits.device).T
-    values = scores[numbers, tokens].cpu()
-    greedy = (scores.argmax(-1)[numbers] == tokens).cpu()
+            places += range(first + answer.begin, first + answer.end)
+            tokens += requests[answer.request].tokens[answer.begin + 1 : answer.end + 1]
+            asked.append(answer.request)
+            lengths.append(answer.end - answer.begin)
+    # several answers may ask for the same place
+    once, numbers = torch.tensor(places, device=logits.device).unique(return_inverse=True)
+    scores = logits.flatten(0, 1)[once].log_softmax(-1, dtype=torch.float32)
+    wanted = torch.tensor(tokens, device=logits.device)
+    values = scores[numbers, wanted].cpu().split(lengths)
+    greedy = (scores.argmax(-1)[numbers] == wanted).cpu().split(lengths)
     return [
-        Found(request, values[begin:end], bool(greedy[begin:end].all()))
-        for request, begin, end in asked
+        Found(request, value, bool(hits.all()))
+        for request, value, hits in zip(asked, values, greedy, strict=True)
     ]
 
 
