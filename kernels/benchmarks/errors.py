@@ -1,4 +1,4 @@
-"""How far ops are from float64, beside what they are held against."""
+"""Errors of ops and of their peers, against float64."""
 
 from collections.abc import Callable
 

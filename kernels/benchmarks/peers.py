@@ -1,4 +1,4 @@
-"""What the ops are held against: the same work as one would write it in torch, or its core."""
+"""The ops' peers: the same work as one would write it in torch, or its core."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""What is timed: one entry an op and shape, with its inputs, its arithmetic and its peers."""
+"""The timed calls: one entry an op and shape, with inputs, arithmetic and peers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -228,7 +228,7 @@ def _first_of(op: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _norm_inputs(B: int, L: int, D: int, N: int, *, parts: int, dtype: str, **where):
-    """Return what is added up and normalised, and a weight of its dtype, for torch's kernel."""
+    """Return two summands, and a weight of their dtype, for torch's kernel."""
     rows = (torch.randn(B, L, D, **where) for _ in range(parts))
     return [*rows, torch.ones(D, dtype=getattr(torch, dtype), **where)]
 

@@ -28,11 +28,11 @@ COLUMNS = [
 
 
 ROUNDS = 9
-PATIENCE = 60  # seconds: what takes longer is not run again for its memory
+PATIENCE = 60  # seconds: a longer call is not run again for its memory
 
 
 def main() -> int:
-    """Run what was asked for; returns the exit status."""
+    """Run the benchmarks that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these ops")
     parser.add_argument(
@@ -74,12 +74,12 @@ def main() -> int:
 
 
 def backends(entry: Entry, device: torch.device) -> tuple[str, ...]:
-    """Return what is timed on a device."""
+    """Return the entries that are timed on a device."""
     return entry.gpu if device.type == "cuda" else entry.cpu
 
 
 def tests_of(entry: Entry, device: torch.device) -> tuple[str, ...]:
-    """Return what pytest must be told to run an op's tests; on a GPU those of all ops."""
+    """Return pytest's arguments for an op's tests; on a GPU for those of all ops."""
     if device.type == "cuda":
         return ("-m", "gpu and not slow", "-n", str(min(8, os.cpu_count() or 1)), "tests/kernels")
     return (entry.tests or f"tests/kernels/test_{entry.op}.py",)

@@ -108,7 +108,7 @@ class Choice:
     """An option of few values.
 
     Args:
-        values: What kernels know.
+        values: The values that kernels know.
         reference: More values, which only the reference knows.
     """
 
@@ -128,7 +128,7 @@ class Op:
     Args:
         name: The op's name; it opens messages and names the registered op.
         inputs: The tensors in the order of the public function, by name.
-        outputs: What kernels return, by name.
+        outputs: The results of kernels, by name.
         kernels: From a backend's name, its ``forward`` and ``backward``: a module or any object.
         reference: The formula; it gets the public function's tensors and options, and never packed
             rows: those come to it sequence by sequence.
@@ -202,7 +202,7 @@ class Op:
         ]
         urgent = [(i > 0, x.name not in self.least, i) for i, x in enumerate(arguments)]
         self._order = [(i, arguments[i]) for _, _, i in sorted(urgent)]
-        self._rows = self._output_rows = ()  # the places of what is made flat and unflattened
+        self._rows = self._output_rows = ()  # the inputs to flatten, the outputs to unflatten
         if packing == "flat":
             self._rows = [i for i, x in enumerate(arguments) if x.is_row]
             results = enumerate(self.outputs.values())
@@ -229,7 +229,7 @@ class Op:
         Raises:
             ValueError: Shapes, devices, boundaries or choices that do not fit.
             TypeError: Not a tensor, or of the wrong kind.
-            RuntimeError: The machine lacks what the named backend needs.
+            RuntimeError: The named backend cannot run on this machine.
         """
         offsets = self.check(tensors, cu_seqlens)
         chosen = self.choose(backend, tensors[0], options)
@@ -358,10 +358,10 @@ class Op:
         """Check the choices among the options and return the backend that a call shall take.
 
         Args:
-            backend: What the caller asked for.
+            backend: The caller's request.
             tensor: Where the op runs.
             options: As :meth:`run` gets them.
-            dtype: What the op computes in, where that is not the tensor's (at least float32).
+            dtype: The dtype of the computation, where it is not the tensor's (at least float32).
             offers: The backends that the call may take, where they are not the op's.
 
         Raises:
@@ -630,7 +630,7 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def watched() -> bool:
-    """Tell whether a transform of ``torch.func`` or a dispatch mode wants to see what is done."""
+    """Tell whether a transform of ``torch.func`` or a dispatch mode is active."""
     return transformed() or bool(torch._C._len_torch_dispatch_stack())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssmzoo_kernels.declaration import Op
 
 
-# what torch passes over where it runs registered ops, and a tape needs
+# torch's registered ops skip this, and a tape needs it
 _PASSED_OVER = ("AutogradFunctionality", "ADInplaceOrView", "Conjugate", "Negative")
 
 

@@ -33,11 +33,11 @@ _NAMES = get_args(Backend)
 ALL = ("reference", "eager", "cpu", "triton")
 
 _log = logging.getLogger("ssmzoo")
-WITH_C = (None, "auto", "cpu")  # what leaves room for C kernels
+WITH_C = (None, "auto", "cpu")  # requests that C kernels may serve
 forced_backend: contextvars.ContextVar[Backend | None] = contextvars.ContextVar(
     "forced", default=None
 )
-# by op, of any package, what returns its C kernels: an object with a function `load`
+# by op, of any package: returns its C kernels, an object with a function `load`
 c_kernels: dict[str, Callable[[], Any]] = {}
 _ran: dict[str, str] = {}
 _offered: dict[str, tuple[str, ...]] = {}  # by op, the backends that it has
@@ -103,12 +103,12 @@ def use_backend(backend: Backend) -> Iterator[None]:
 
 
 def is_traced() -> bool:
-    """Tell whether a graph is made of what is done, by a compiler or by ``torch.jit.trace``."""
+    """Tell whether calls are traced, by a compiler or by ``torch.jit.trace``."""
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Tell whether a tensor is just numbers: no tracer, transform or mode watches what is done."""
+    """Tell whether a tensor is just numbers: no tracer, transform or mode is active."""
     return (
         type(x) is torch.Tensor
         and not is_traced()
@@ -144,7 +144,7 @@ def choose(
 
     Args:
         op: The op's name, which opens the messages.
-        backend: What the caller asked for.
+        backend: The caller's request.
         device: The type of device on which the tensors lie.
         offers: The backends that the op has; ``"eager"`` among them. It stands in for the device's
             own backend where the op has none, or where its C kernel cannot be built or loaded.
@@ -154,7 +154,7 @@ def choose(
     Raises:
         ValueError: No backend of that name, the tensors lie on the wrong device for it, or a
             setting of the C kernels is wrong.
-        RuntimeError: The machine lacks what a backend needs that was asked for by name.
+        RuntimeError: A backend that was asked for by name cannot run on this machine.
     """
     if backend not in _NAMES:
         _check_name(op, backend)

@@ -24,7 +24,7 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
-/* Return what a CPU's own conversion makes of x: GCC 12 takes four instructions for it. */
+/* Convert x by the CPU's own instruction, for which GCC 12 takes four. */
 #define CONVERTED(NARROW, WIDE, RESULT, INSTRUCTION) \
   do {                                               \
     NARROW narrow = {0};                             \

@@ -20,14 +20,14 @@ import torch
 
 from ssmzoo_kernels import native
 
-# what runs write into a checkout and what nobody runs: neither changes a figure
+# outputs of runs, and files that no run reads: neither changes a figure
 _NO_CODE = ("eval/results", "kernels/benchmarks/results", "model_cards", "*.md")
 # vector instructions, widest first: as /proc/cpuinfo lists them
 _VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "asimd")
 
 
 def hardware(device: torch.device) -> str:
-    """Return what a device is, in words: the GPU's name, or the processor's and its threads."""
+    """Return a device in words: the GPU's name, or the processor's and its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
@@ -60,7 +60,7 @@ class Environment(TypedDict):
 
 
 def environment() -> Environment:
-    """Return what the last bits of a figure that is measured now depend on."""
+    """Return the facts on which the last bits of a figure measured now depend."""
     commit, dirty = checkout(Path(__file__))
     return {
         "commit": commit,
@@ -120,7 +120,7 @@ def _cpu_line(*names: str) -> list[str]:
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:
-    """Return what stands in each row of a benchmark's table, ``slug`` being the device's file."""
+    """Return the columns that all rows of a benchmark share; ``slug`` names the device's file."""
     name = hardware(device)
     slug = name.lower().replace("nvidia", "").strip().replace(" ", "-")
     versions = {"python": platform.python_version()}
@@ -174,7 +174,7 @@ def memory_growth(call: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    # what was once taken and given back would hide growth: take it again
+    # memory that was freed would hide growth: take it again
     ballast = torch.empty(max(0, _highest_memory() - _present_memory()), dtype=torch.uint8)
     ballast.fill_(1)
     before = _highest_memory()

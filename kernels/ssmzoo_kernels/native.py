@@ -104,7 +104,7 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
 
     Args:
         source: The C file; it may include the headers of this package.
-        dtype: What ``REAL`` is.
+        dtype: The type of ``REAL``.
         defines: Integer macros.
 
     Raises:
@@ -380,7 +380,7 @@ def _seconds() -> float:
 
 
 def _reason(run: subprocess.CompletedProcess[str]) -> str:
-    """Return the line of a compiler's output that says what is wrong."""
+    """Return the line of a compiler's output that names the error."""
     lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("collect2:")] or lines  # a consequence
     if lines:

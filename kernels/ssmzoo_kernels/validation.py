@@ -112,7 +112,7 @@ class Packing:
             cu_seqlens: Boundaries ``[S + 1]``, int32 or int64. On a CPU they must rise from 0 to
                 the row's length; on a GPU a look at them would stall the queue.
             length: Tokens in the row.
-            op: What opens the messages.
+            op: The beginning of the messages.
 
         Raises:
             TypeError: Not an int32 or int64 tensor.
@@ -135,7 +135,7 @@ class Packing:
             return cls(cu_seqlens.to(torch.int64).contiguous(), length)
         # a copy, which alone is checked: whoever holds the caller's may write into it at any time
         copy = on_cpu or cu_seqlens.is_inference()
-        with torch.inference_mode(False):  # what is made inside it cannot be saved for a backward
+        with torch.inference_mode(False):  # tensors made inside it cannot be saved for a backward
             offsets = cu_seqlens.to(torch.int64, copy=copy).contiguous()
         if on_cpu:
             check_boundaries(op, offsets, length)
@@ -199,7 +199,7 @@ def check_boundaries(op: str, offsets: Tensor, length: int) -> None:
 
 @torch.library.custom_op(f"{NAMESPACE}::checked_offsets", mutates_args=())
 def _checked_offsets(cu_seqlens: Tensor, length: int, op: str) -> Tensor:
-    """Check in a compiled graph what could not be checked when it was traced."""
+    """Check values in a compiled graph, which tracing could not."""
     offsets = cu_seqlens.to(torch.int64, copy=True).contiguous()
     check_boundaries(op, offsets, length)
     return offsets
@@ -217,7 +217,7 @@ def transformed() -> bool:
 
 # whether torch.autograd.grad(is_grads_batched=True) maps over a tensor
 batched_gradient = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-# the innermost transform or None, by a call of C: for what runs at every token
+# the innermost transform or None, by a call of C, because it is asked at every token
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -229,5 +229,5 @@ def _batch_offsets(
 
     On a GPU they are of the stream that made them: another one might read them too early.
     """
-    with torch.inference_mode(False):  # what is made inside it could not be saved for a backward
+    with torch.inference_mode(False):  # tensors made inside it cannot be saved for a backward
         return torch.arange(batch + 1, device=device or "cpu") * length

@@ -42,7 +42,7 @@ def add_rms_norm(
 
     Args:
         residual: The stream so far.
-        x: What a branch adds to it, in any floating dtype.
+        x: The branch's output, in any floating dtype.
         weight: A factor for each channel, from ``offset`` on.
         eps: Added to the mean square, at least 0.
         offset: 1 where weights are stored as their distance from 1.
@@ -54,7 +54,7 @@ def add_rms_norm(
     Raises:
         ValueError: Shapes, devices or numbers that do not fit.
         TypeError: Not a tensor, not floating point, or not a number.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     check_numbers(OP, eps, offset)
     pair = [residual, x]

@@ -22,7 +22,7 @@ def forward(
         total, y, inverse = norm.normalise(residual, x, weight, eps, offset)
         assert total is not None
         return total, y, inverse
-    # C would normalise what is not rounded yet
+    # C would normalise before rounding
     total = (residual.float() + x.float()).to(residual.dtype)
     return (total, *norm.forward(total, weight, save, eps, offset))
 

@@ -44,7 +44,7 @@ def by_norm(
     weight: Tensor,
     *more: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """Do what :func:`backward` says by the norm's kernels of a backend."""
+    """Compute :func:`backward` by the norm's kernels of a backend."""
     if grad_y is None:  # a loss that does not read the norm
         assert grad_total is not None
         return grad_total.clone(), torch.zeros_like(weight)

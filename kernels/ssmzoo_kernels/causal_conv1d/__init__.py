@@ -55,7 +55,7 @@ def causal_conv1d(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     inputs = (x, weight, bias, initial_state)
     return CONV(*inputs, cu_seqlens=cu_seqlens, backend=backend, activation=activation)

@@ -31,7 +31,7 @@ class _Gradients(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     library = native.library(_SOURCE, dtype)
     inputs, pointer = ctypes.POINTER(_Inputs), ctypes.c_void_p
     library.conv_forward.argtypes = (inputs, pointer, pointer, ctypes.c_int)
@@ -111,11 +111,11 @@ def _prepare(
     activation: str | None,
     exact: torch.dtype,
 ) -> tuple[tuple[Tensor | None, ...], _Inputs]:
-    """Return the inputs as the kernel reads them, copying only what must be, and their places."""
+    """Return the inputs as the kernel reads them, copied only where necessary, and their places."""
     # a state in another dtype is history in x's dtype first, as the reference keeps it
     if history is not None:
         history = history.to(x.dtype).to(exact).contiguous()
-    # no calls of ours: at one token, calls are what its time goes into
+    # without calls of ours, which take most of a token's time
     if x.dtype is not exact:
         x = x.to(exact)
     if x.stride(1) != 1:

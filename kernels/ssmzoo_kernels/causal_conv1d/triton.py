@@ -23,7 +23,7 @@ CHUNK = 64
 
 @triton.jit
 def load_input(x, initial, position, begin, end, segment, stride, d, D, K, ACC: tl.constexpr):
-    """Load a segment's input row, or what came before it; zeros outside."""
+    """Load a segment's input row or an earlier input; zeros outside."""
     row = tl.load(
         x + position * stride + d,
         mask=(position >= begin) & (position < end) & (d < D),

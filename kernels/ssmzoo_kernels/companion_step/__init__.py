@@ -114,7 +114,7 @@ def companion_step(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or of a wrong dtype.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     check_leading(OP, "u", u, "[B, D]")
     check_polynomials(OP, a, b)

@@ -45,7 +45,7 @@ def diagonal_step(
     Args:
         u: The inputs.
         state: The modes ``z``, complex64 or complex128.
-        decay: What a mode is multiplied with, ``e^{c}``.
+        decay: The factor of a mode, ``e^{c}``.
         drive: How the input enters a mode; without it, as it is, which saves a third of the
             reading (``readout`` can hold the factor).
         readout: The modes' weights in the output.
@@ -59,7 +59,7 @@ def diagonal_step(
     Raises:
         ValueError: Shapes, devices or choices that do not fit, or gradients from a kernel.
         TypeError: Not a tensor, or of the wrong kind.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     inputs = (u, state, decay, drive, readout, D)
     STEP.check(inputs)

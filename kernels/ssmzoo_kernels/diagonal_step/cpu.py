@@ -23,7 +23,7 @@ class _Step(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> Callable[..., None]:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     kernel = native.library(_SOURCE, dtype.to_real()).diagonal_step
     kernel.argtypes = (ctypes.POINTER(_Step), ctypes.c_int)
     kernel.restype = None

@@ -117,7 +117,7 @@ def eidetic_attention(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or of the wrong dtype.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     given = (q, k, v, mem_k, mem_v, past_k, past_v, late_k, late_v, late_past_k, late_past_v)
     # copies, which alone are checked: whoever holds the caller's may write into them at any time

@@ -24,7 +24,7 @@ from ssmzoo_kernels.scan import saved_states
 from ssmzoo_kernels.validation import Packing
 
 OP = "feedback_scan"
-SOLVER = "feedback_scan solver"  # what ``last_backend`` knows the solver by
+SOLVER = "feedback_scan solver"  # the solver's name for ``last_backend``
 
 Solver = Literal["march", "newton", "auto"]
 
@@ -146,7 +146,7 @@ def feedback_scan(
         C: Readout.
         w_gamma: Output filter.
         D: Skip connection from input to output.
-        drive: What opens the gates instead of the state.
+        drive: The gates' input, in place of the state.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D, N]``.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
@@ -170,7 +170,7 @@ def feedback_scan(
         ValueError: Shapes, devices or choices that do not fit; on a CPU also values that are not
             finite.
         TypeError: Not a tensor, or not floating point.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     if solver not in get_args(Solver):
         raise ValueError(

@@ -66,7 +66,7 @@ def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor
 def newton(
     inputs: Inputs, offsets: Tensor, save: bool, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what ``forward`` does, by Newton's method on ``CHUNK`` tokens at a time.
+    """Compute ``forward`` by Newton's method on ``CHUNK`` tokens at a time.
 
     Raises:
         NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
@@ -144,7 +144,7 @@ def _forward(
 
 @functools.cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     library = native.library(_SOURCE, dtype, CHUNK=CHUNK)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     how, failure = ctypes.POINTER(_Newton), ctypes.POINTER(_Failure)

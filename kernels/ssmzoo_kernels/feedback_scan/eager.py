@@ -72,7 +72,7 @@ def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor
 def newton(
     inputs: Inputs, offsets: Tensor, save: bool, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what ``forward`` does, by Newton's method.
+    """Compute ``forward`` by Newton's method.
 
     Raises:
         NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
@@ -145,7 +145,7 @@ def _march_back(
     grad: Tensor,  # [T, D], of the outputs
     sums: Tensor,  # [4, N, D], to which the chunk's gradients of parameters are added
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of the state before a chunk, of its values and of what drives gates."""
+    """Return the gradients of the state before a chunk, of its values and of the gates' inputs."""
     history, gates = _march(x, state, chunk)
     before, after = history[:, :-1], history[:, 1:]  # [G, C, N, D]
     grad_read = grad[chunk].unsqueeze(2)  # [G, C, 1, D]

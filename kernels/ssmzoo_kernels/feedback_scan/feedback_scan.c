@@ -260,7 +260,7 @@ static void read_params(const Inputs *in, const Group *g, int64_t padded, const 
 
 /* --- tiles ----------------------------------------------------------------------------------- */
 
-/* What a chunk is, [token][vector of columns]. */
+/* A chunk's inputs, [token][vector of columns]. */
 typedef struct {
   vec u[CHUNK * VECTORS], drive[CHUNK * VECTORS];
   vec read[CHUNK * VECTORS], filter[CHUNK * VECTORS]; /* sum C x and sum filter x */
@@ -309,7 +309,7 @@ typedef struct {
   vec u[CHUNK * VECTORS], drive[CHUNK * VECTORS];
 } Back;
 
-/* A sum over all tokens, and what rounding has added to it too much. */
+/* A sum over all tokens, and its rounding error so far. */
 typedef struct {
   vec sum, excess;
 } Sum;
@@ -379,7 +379,7 @@ INLINE void march_back(vec *carry, const Params *p, const Chunk *chunk, Back *ba
   }
 }
 
-/* What differs between calls but not within them is compiled in. */
+/* Settings that are constant within a call are compiled in. */
 #define MARCH(...) march(states, p, chunk, at, tokens, what, history, gates, __VA_ARGS__)
 
 static void march_tile(int wide, vec *states, const Params *p, Chunk *chunk, int64_t at,

@@ -42,7 +42,7 @@ def not_converged(
 
 
 class Newton(NamedTuple):
-    """What ``newton_solve`` found.
+    """The result of ``newton_solve``.
 
     Attributes:
         states: All states ``[B, L, D, N]``.
@@ -61,7 +61,7 @@ class Newton(NamedTuple):
 def forward(
     inputs: Inputs, offsets: Tensor, save: bool, chunk: int, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what the ``forward`` of a backend with this ``CHUNK`` does.
+    """Compute the ``forward`` of a backend with this ``CHUNK``.
 
     Raises:
         NotConverged: Some lane has not reached the tolerance after ``max_iterations`` steps.
@@ -154,7 +154,7 @@ def newton_solve(
         u: Inputs.
         lam: Rates of the states.
         w: Weights of the gates.
-        drive: What opens the gates instead of the state.
+        drive: The gates' input, in place of the state.
         initial_state: State to continue from.
         span: Tokens that are solved for at once; None for all.
         tolerance: Relative residual at which a lane has converged; None for
@@ -254,7 +254,7 @@ class _Lanes:
         return found.nan_to_num_(0.0).clamp_(-LIMIT, LIMIT)
 
     def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the Jacobian at a trajectory and what the trajectory exceeds its image by."""
+        """Return the Jacobian at a trajectory, and the trajectory minus its image."""
         before = torch.cat([self.start[None], x[:-1]])
         gate = torch.sigmoid(self.w * before) if self.gates is None else self.gates
         moved = self.lam * before + self.u

@@ -76,7 +76,7 @@ def load_inputs(
     ACC: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Load u of ``TOKENS`` tokens, and what opens their gates where states do not."""
+    """Load u of ``TOKENS`` tokens, and their gates' inputs where these are not states."""
     values = widened(load_rows(u, base, stop, stride_u, d, D, TOKENS, COUNTED=False), ACC)
     gates = values
     if drive is not None:
@@ -88,7 +88,7 @@ def load_inputs(
 
 @triton.jit
 def step(state, u_t, gate_input, lam, folded, live):
-    """Return the next state; ``folded`` is ``-w log2(e)``, ``gate_input`` what opens the gate."""
+    """Return the next state; ``folded`` is ``-w log2(e)``, ``gate_input`` the gate's input."""
     gate = tl.where(live, opened(folded * gate_input), 0.0)
     return state + gate * (lam * state + u_t[None, :])
 
@@ -235,7 +235,7 @@ def feedback_bwd_kernel(
         behind = (chunks - 1 - c) % (INTERVAL // CHUNK) * (CHUNK // TOKENS)
         base = chunk - behind * TOKENS
         ahead = load_inputs(u, drive, base, chunk_stop, stride_u, stride_drive, d, D, ACC, TOKENS)
-        # threads may read back what others wrote
+        # threads may read each other's writes
         tl.debug_barrier()
         for g in range(-behind, groups):
             tl.store(boxes + g * (BLOCK_N * BLOCK_D), state, mask=g >= 0)
@@ -496,7 +496,7 @@ class Plan(NamedTuple):
 
 
 def plan(inputs: Inputs, offsets: Tensor, backward: bool) -> Plan:
-    """Shape the programs of a call and gather what its kernels have in common."""
+    """Shape the programs of a call and gather the arguments that its kernels share."""
     exact = accumulator(inputs.u)
     width, states = inputs.lam.shape
     shape = tile(offsets.shape[0] - 1, width, states, exact, backward)
@@ -558,7 +558,7 @@ def forward(inputs: Inputs, offsets: Tensor, save: bool) -> tuple[Tensor, Tensor
 def newton(
     inputs: Inputs, offsets: Tensor, save: bool, stop: Stop
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what ``forward`` does, by Newton's method.
+    """Compute ``forward`` by Newton's method.
 
     Raises:
         NotConverged: Some tile has not reached the tolerance after ``max_iterations`` steps.

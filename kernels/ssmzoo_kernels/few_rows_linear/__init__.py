@@ -25,7 +25,7 @@ MOST_ROWS = 8
 MUCH_WORK = 2**21  # products of numbers; with fewer the call of a kernel for many rows costs more
 TILE = 256  # outputs whose weights are widened at once, so that they are read from the cache
 _REALS = (torch.float32, torch.float64)
-_WIDE = {  # by dtype, what sums are in
+_WIDE = {  # by dtype, the dtype of sums
     torch.float32: torch.float32,
     torch.float64: torch.float64,
     torch.bfloat16: torch.float32,
@@ -223,7 +223,7 @@ def _multiplies(kind: torch.dtype) -> bool:
 
 
 def rows_of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """Return what torchao's weight ``[O, I]`` is made of, None if it is of another kind.
+    """Return the parts of torchao's weight ``[O, I]``, None if it is of another kind.
 
     ``weight ~ scale q`` with q int8 and a scale a row, symmetric: of every row the greatest number
     becomes 127, so an entry is off by at most a 254th of that.

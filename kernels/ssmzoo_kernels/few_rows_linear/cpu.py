@@ -18,7 +18,7 @@ _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 @functools.cache
 def load(dtype: torch.dtype, rows: Literal["few", "many"] = "few") -> Callable[..., Any]:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     name = f"{rows}_rows_linear"
     kernel = getattr(native.library(Path(__file__).with_name(f"{name}.c"), dtype), name)
     if rows == "many":

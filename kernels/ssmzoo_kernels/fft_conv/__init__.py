@@ -73,7 +73,7 @@ def fft_conv(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     inputs = (u, kernel, D, initial_state, future_kernel)
     offsets = CONV.check(inputs, cu_seqlens)

@@ -26,7 +26,7 @@ class Circle:
         width: D.
         taps: K, or as many taps as can meet an input.
         ahead: F, or as many as can meet one.
-        past: Places of what came before: K - 1, or 0 if nothing did.
+        past: Places of earlier inputs: K - 1, or 0 without any.
     """
 
     batch: int

@@ -55,7 +55,7 @@ class _Spectra(ctypes.Structure):
 
 
 def load(dtype: torch.dtype) -> None:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     for name in _FUNCTIONS:
         _kernel(name, dtype)
 

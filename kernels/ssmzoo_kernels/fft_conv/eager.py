@@ -130,7 +130,7 @@ class _Room:
         return torch.fft.rfft(around)
 
     def back(self, spectrum: Tensor) -> Tensor:
-        """Return what a spectrum is of, ``[..., size]``."""
+        """Return the inverse transform of a spectrum, ``[..., size]``."""
         return torch.fft.irfft(spectrum, n=self.size)
 
     def _around(self, room: Tensor, x: Tensor) -> Tensor:

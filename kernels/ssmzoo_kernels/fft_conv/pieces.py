@@ -274,7 +274,7 @@ class _Inputs:
         return window, before
 
     def add(self, span: slice, block: _Block, window: Tensor | None, before: Tensor | None) -> None:
-        """Add to what ``seen`` returned."""
+        """Add to the result of ``seen``."""
         begin = span.start - block.lead
         for x, start in ((window, begin), (before, begin - (block.count - 1))):
             if x is not None:

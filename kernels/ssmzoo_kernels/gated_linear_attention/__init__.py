@@ -100,7 +100,7 @@ def gated_linear_attention(
             ``[S, H, K, V]``.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
             or a ``Packing`` of them, which was checked already.
-        rule: What is written: the value, or what it differs from the state's answer to the key.
+        rule: A token writes its value, or the difference from the state's answer to its key.
         scale: Of the outputs; ``K ** -0.5`` if absent.
         chunk: How many tokens are multiplied at once at most, 16, 32 or 64; it changes no more
             than roundings. Training saves a state a chunk, or one every K tokens if that is more.
@@ -113,7 +113,7 @@ def gated_linear_attention(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point; a scale that is no number.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     if isinstance(scale, bool) or not isinstance(scale, int | float | None):
         raise TypeError(f"{OP}: scale must be a number or None, got {type(scale).__name__}")

@@ -37,7 +37,7 @@ class _Gradients(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     library = native.library(_SOURCE, dtype)
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     library.gated_linear_attention_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)

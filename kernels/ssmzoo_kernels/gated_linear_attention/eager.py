@@ -27,7 +27,7 @@ Row = Tensor | None
 
 
 class Inputs(NamedTuple):
-    """What the op gets, flat."""
+    """The op's arguments, flat."""
 
     q: Tensor  # [T, G, K]
     k: Tensor  # [T, G, K]
@@ -185,7 +185,7 @@ def _march_back(
 
 
 class Tokens(NamedTuple):
-    """A chunk of tokens and what follows from them alone."""
+    """A chunk of tokens and the values that depend on them alone."""
 
     q: Tensor  # [N, H, C, K]
     k: Tensor  # [N, H, C, K]
@@ -236,7 +236,7 @@ class Tokens(NamedTuple):
         return (x @ self.k.mT * self.between.squeeze(-1)).tril()
 
     def errors(self, state: Tensor, known: Tensor) -> Tensor:
-        """Return ``E``: what the tokens write, before beta and the key."""
+        """Return ``E``, the errors (or values) before beta and the key."""
         if not self.delta:
             return self.v
         asked = self.v - (self.kept * self.k) @ state
@@ -247,7 +247,7 @@ class Tokens(NamedTuple):
         return self.kept[:, :, -1].unsqueeze(-1) * state + (self.left * self.k).mT @ written
 
     def forward(self, state: Tensor, reads: bool = True) -> tuple[Tensor, Tensor]:
-        """Return what the queries read ``[N, H, C, V]``, and the state behind the chunk."""
+        """Return the outputs ``[N, H, C, V]`` and the state after the chunk."""
         known = self.weights(self.k).tril(-1) if self.delta else self.v
         written = self.beta * self.errors(state, known)
         read = written
@@ -261,7 +261,7 @@ class Tokens(NamedTuple):
         Args:
             state: Before the chunk.
             carry: The gradient of the state behind it.
-            grad: The gradient of what the queries read.
+            grad: The gradient of the outputs.
         """
         q, k, beta, kept, left = self.q, self.k, self.beta, self.kept, self.left
         weights = self.weights(q)
@@ -320,7 +320,7 @@ def _tokens_at_once(inputs: Inputs, chunk: int) -> int:
 
 
 def _below(size: int, device: torch.device) -> Tensor:
-    """Tell by row and column what lies below a diagonal."""
+    """Return a mask of the entries below a diagonal."""
     return torch.ones(size, size, dtype=torch.bool, device=device).tril(-1)
 
 

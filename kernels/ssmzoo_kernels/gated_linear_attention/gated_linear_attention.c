@@ -44,13 +44,13 @@ typedef struct {
   REAL *weights, *known; /* queries and keys by keys */
 } Tile;
 
-/* What a thread works with. */
+/* A thread's buffers. */
 typedef struct {
   REAL *turned; /* [keys or width][3 TILE] */
   REAL *read;   /* [TILE][width] */
   /* backward */
   REAL *across; /* [keys][3 TILE] */
-  REAL *grad, *asks; /* of outputs, and of what keys ask the state */
+  REAL *grad, *asks; /* of outputs, and of the state's answers to keys */
   REAL *grad_errors;
   REAL *grad_q, *grad_k, *grad_left;
   REAL *grad_decay;
@@ -177,7 +177,7 @@ static void weigh(Tile *x, Work *w) {
   if (x->delta) clear_upper(x->known, count, 1);
 }
 
-/* What the tokens write: the values, or what they differ from the state's answers to the keys. */
+/* The tokens' writes: the values, or their difference from the state's answers to the keys. */
 static void find_errors(Tile *x, const REAL *state, int64_t keys) {
   int64_t count = x->count, row = x->width;
   if (x->delta)
@@ -196,7 +196,7 @@ static void find_errors(Tile *x, const REAL *state, int64_t keys) {
   }
 }
 
-/* Read a tile and find what its tokens write to the state before it. */
+/* Read a tile and find its tokens' writes, given the state before it. */
 static void take_tile(const Inputs *in, Tile *x, Work *w, const REAL *state, int64_t token,
                       int64_t count, int64_t head) {
   if (count < TILE) memset(x->q, 0, (size_t)(x->beta - x->q) * sizeof(REAL)); /* rows behind it */
@@ -358,7 +358,7 @@ static void solve_back(const Tile *x, Work *w) {
   }
 }
 
-/* What pairs of a tile's tokens give to gradients, where a decay is a number a head. */
+/* Gradients from pairs of a tile's tokens, where a decay is a number a head. */
 static void pairs_of_heads(const Tile *x, Work *w, REAL *decay) {
   int64_t count = x->count, row = x->keys, both = x->delta ? 2 * TILE : TILE;
   REAL below[TILE] = {0};

@@ -583,7 +583,7 @@ class Tile(NamedTuple):
 
 
 def tile(keys: int, width: int, rowwise: bool, dtype: torch.dtype, chunk: int) -> Tile:
-    """Choose the programs' shape: what the registers of sm_80 and sm_90 hold."""
+    """Choose the programs' shape, by the registers of sm_80 and sm_90."""
     rows = max(16, next_power_of_2(keys))
     tokens = 16 if rowwise or rows > 128 or dtype != torch.bfloat16 else min(chunk, 32)
     numbers = 4096 if dtype == torch.bfloat16 else 1024
@@ -776,7 +776,7 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 class _Call:
-    """A call's tensors as kernels read them, and what its launches share."""
+    """A call's tensors as kernels read them, and the arguments that its launches share."""
 
     def __init__(
         self,

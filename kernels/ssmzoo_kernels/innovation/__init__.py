@@ -61,7 +61,7 @@ def innovation(
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, not floating point, weights that are no numbers, or ``relative``
             that is no bool.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     taps = _taps(weights)
     if not isinstance(relative, bool):

@@ -25,7 +25,7 @@ class _Inputs(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> Callable[..., int]:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     kernel = native.library(_SOURCE, dtype).innovation
     kernel.argtypes = (ctypes.POINTER(_Inputs), ctypes.c_void_p, ctypes.c_int)
     return kernel

@@ -11,12 +11,12 @@ OP = "select_memory"
 
 
 class Selection(NamedTuple):
-    """What a memory keeps, by position; places that hold nothing come last.
+    """The tokens that a memory keeps, by position; empty places come last.
 
     Attributes:
         scores: ``[R, n]``, minus infinity where a place holds nothing.
         positions: ``[R, n]``.
-        indices: Where they lie in what was there, followed by what is new, ``[R, n]``.
+        indices: Where they lie in the old memory followed by the new tokens, ``[R, n]``.
         count: How many places hold something, ``[R]``.
     """
 
@@ -68,7 +68,7 @@ def select_memory(
     oldest = positions.argsort(dim=1, stable=True)
     best = scores.gather(1, oldest).argsort(dim=1, descending=True, stable=True)[:, :count]
     holds = ~scores.gather(1, oldest).gather(1, best).isneginf()
-    # what `best` counts are ranks by position already
+    # `best` has ranks by position already
     order = best.masked_fill(~holds, scores.shape[1]).argsort(dim=1, stable=True)
     indices = oldest.gather(1, best.gather(1, order))
     return Selection(

@@ -36,8 +36,8 @@ def linear_scan(
     products of ``a`` overflow or underflow on the way.
 
     Args:
-        a: What survives of each state component.
-        b: What is added to it; real like ``a`` or complex like ``a``.
+        a: The share of each state component that is kept.
+        b: The input added to it; real or complex, as ``a``.
         initial_state: State to continue from; with ``cu_seqlens`` one per packed sequence,
             ``[S, D]``.
         cu_seqlens: Where packed sequences begin and end in a single row (B = 1), int32 or int64,
@@ -51,7 +51,7 @@ def linear_scan(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, neither real nor complex floating point, or a mixture.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     dtype = getattr(b, "dtype", None)
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype != dtype:

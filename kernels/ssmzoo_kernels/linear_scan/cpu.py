@@ -26,7 +26,7 @@ class _Backward(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> ctypes.CDLL:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     library = native.library(_SOURCE, dtype.to_real(), PAIRS=int(dtype.is_complex))
     inputs, pointer = ctypes.POINTER(_Inputs), ctypes.c_void_p
     library.linear_scan_forward.argtypes = (inputs, pointer, pointer, ctypes.c_int)
@@ -57,7 +57,7 @@ def forward(
         native.threads(a.numel()),
     )
     if failed:
-        raise MemoryError("linear_scan: no memory for what enters the spans")
+        raise MemoryError("linear_scan: no memory for the states before the spans")
     return h, final_state
 
 
@@ -83,7 +83,7 @@ def backward(
         native.threads(a.numel()),
     )
     if failed:
-        raise MemoryError("linear_scan: no memory for what enters the spans")
+        raise MemoryError("linear_scan: no memory for the states before the spans")
     return grad_a, grad_b, grad_initial
 
 

@@ -27,7 +27,7 @@ typedef struct {
 } Inputs;
 
 typedef struct {
-  const REAL *h, *initial; /* what the forward wrote, and what it started from */
+  const REAL *h, *initial; /* the forward's states, and the initial one */
   REAL *grad_a, *grad_b;
 } Backward;
 
@@ -136,7 +136,7 @@ INLINE void normalize(double *restrict m, int64_t *restrict e, int64_t columns) 
   }
 }
 
-/* The rest of x 2^e, of which x already has what one power can give. */
+/* Multiply x by the rest of 2^e, after the part that one power can represent. */
 INLINE double grow(double x, int64_t e) {
   e -= clamp(e, 1021);
   x *= two_to(clamp(e, 1021));
@@ -183,7 +183,7 @@ INLINE const REAL *addend(const Inputs *in, int64_t token, int64_t column) {
   return in->b ? in->b + token * in->stride_b + column : zeros;
 }
 
-/* What a span adds to a zero carry, and the product of its factors. */
+/* The state after a span that starts from zero, and the product of its factors. */
 static void summarize(const Inputs *in, Span span, int64_t column, int64_t columns, int back,
                       REAL *added, double *m, int64_t *e) {
   REAL states[2][BLOCK] = {{0}};
@@ -216,7 +216,7 @@ static const REAL *march(const Inputs *in, Span span, int64_t column, int64_t co
   return state;
 }
 
-/* March back through a span; the gradient that enters it at its end becomes what leaves it. */
+/* March back through a span: the gradient at its end becomes the one at its start. */
 static void march_back(const Inputs *in, const Backward *back, Span span, int64_t column,
                        int64_t columns, REAL *carry) {
   for (int64_t t = span.last - 1; t >= span.first; t--) {
@@ -238,7 +238,7 @@ static int scan(const Inputs *in, const Backward *back, REAL *h, REAL *end, int 
   Span *spans = cut(in, blocks, &count);
   int64_t size = spans ? count * width : 0;
   int cuts = spans && count > in->segments, failed = !spans;
-  /* per span: what enters it; of cut ones also what they add, and their products */
+  /* per span: the state before it; of cut ones also their end from zero, and their products */
   REAL *carry = malloc((size_t)(size + 1) * sizeof(REAL));
   REAL *added = malloc((size_t)(cuts * size + 1) * sizeof(REAL));
   double *m = malloc((size_t)(cuts * size + 1) * sizeof(double));
@@ -271,7 +271,7 @@ static int scan(const Inputs *in, const Backward *back, REAL *h, REAL *end, int 
       march_back(in, back, span, column, columns, state);
     else
       left = march(in, span, column, columns, state, h);
-    /* the span that is marched through last hands on what is left */
+    /* the last span's end is the result */
     if (back ? span.first == in->offsets[span.segment] : span.last == in->offsets[span.segment + 1])
       memcpy(end + span.segment * width + column, left, (size_t)columns * sizeof(REAL));
   }

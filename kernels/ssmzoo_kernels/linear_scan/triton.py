@@ -161,7 +161,7 @@ def linear_carry_kernel(
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Find what leaves a span that starts from zero, and the product of its ``a``, conjugate back.
+    """Find the end of a span that starts from zero, and the product of its ``a``, conjugate back.
 
     Back, ``b`` is the gradient of ``h``, and what leaves a token goes through its ``a``.
     """
@@ -428,7 +428,7 @@ def backward(
 
 
 def _arguments(a: Tensor, exact: torch.dtype, offsets: Tensor) -> dict[str, Any]:
-    """Return what all kernels of a call have in common, by name."""
+    """Return the arguments that all kernels of a call share, by name."""
     (tokens, width), segments = a.shape, offsets.shape[0] - 1
     return {
         "a": _numbers(a),
@@ -453,7 +453,7 @@ def _carries(
     *,
     REVERSE: bool,
 ) -> tuple[Tensor | None, int]:
-    """Return what enters every span, None for whole segments, and how many programs there are."""
+    """Return the states before the spans, None for whole segments, and the number of programs."""
     span, segments = made["span"], made["segments"]
     if span is None:
         return None, segments
@@ -477,7 +477,7 @@ _ACC = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return a matrix with adjacent columns whose memory holds what it means."""
+    """Return a matrix with adjacent columns, without lazy conjugation or negation."""
     return scan.rows(x.resolve_conj().resolve_neg())
 
 

@@ -82,7 +82,7 @@ def longhorn_scan(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     inputs = (u, q, k, dt, dt_bias, D, z, initial_state)
     return SCAN(*inputs, cu_seqlens=cu_seqlens, backend=backend, transition=transition)

@@ -82,7 +82,7 @@ def rational_kernel(
             ``c // (D / D_a)``.
         b: Numerators, from ``z^-1`` on.
         length: How many taps to return.
-        mode: What the coefficients mean.
+        mode: The meaning of the coefficients.
         trunc_len: The grid of the truncated mode, more than n; an odd one is made even by adding 1.
         backend: "auto", "eager" or "reference": torch's FFTs serve every device.
 

@@ -48,7 +48,7 @@ def rms_norm(
     Raises:
         ValueError: Shapes, devices or numbers that do not fit.
         TypeError: Not a tensor, not floating point, or not a number.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     check_numbers(OP, eps, offset)
     flat = x

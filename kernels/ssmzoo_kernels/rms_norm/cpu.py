@@ -27,7 +27,7 @@ class _Rows(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     library = native.library(_SOURCE, dtype)
     rows, address = ctypes.POINTER(_Rows), ctypes.c_void_p
     forward, backward = library.rms_norm, library.rms_norm_backward

@@ -71,7 +71,7 @@ def rms_norm_fwd_kernel(
     for start in range(0, D, BLOCK_D):
         d = (start + lane)[None, :]
         here = (row < count)[:, None] & (d < D)
-        # summed once more: threads do not read what others wrote
+        # summed once more: threads do not read each other's writes
         part = row_of(x, added, total, row, here, d, stride, stride_added, ACC)
         if added is not None:
             tl.store(total + first_of(row, D) + d, part.to(total.dtype.element_ty), mask=here)

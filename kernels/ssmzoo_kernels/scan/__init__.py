@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# what a skeleton reads, in this order, and has gradients of: u, q, k, dt are there, others maybe
+# a skeleton's inputs, in order, all with gradients: u, q, k, dt are required
 ROLES = ("u", "q", "k", "dt", "dt_bias", "skip", "z", "param", "initial_state")
 Inputs = tuple[
     Tensor,  # u [T, D]
@@ -37,7 +37,7 @@ class Kernels:
     Args:
         module: The op's, which imports its skeleton as ``scan`` and has a ``TRANSITION``, or
             ``TRANSITIONS`` by the values of that choice.
-        roles: What the op's inputs are to the skeleton, in their order.
+        roles: The skeleton's names of the op's inputs, in their order.
     """
 
     def __init__(self, module: ModuleType, roles: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ class _Gradients(ctypes.Structure):
 
 
 class Transition:
-    """What tells one family's recurrence from another's: a C file, built with some macros."""
+    """A family's recurrence: a C file, built with some macros."""
 
     def __init__(self, source: Path, **defines: int) -> None:
         self.name = source.stem
@@ -140,7 +140,7 @@ def backward(
 
 @functools.cache
 def load(source: Path, defines: tuple[tuple[str, int], ...], dtype: torch.dtype) -> ctypes.CDLL:
-    """Build and load a family's kernels, or raise what native.library raises."""
+    """Build and load a family's kernels; errors are those of native.library."""
     library = native.library(source, dtype, CHUNK=CHUNK, **dict(defines))
     inputs, gradients = ctypes.POINTER(_Inputs), ctypes.POINTER(_Gradients)
     library.scan_forward.argtypes = (inputs, *[_POINTER] * 3, ctypes.c_int)
@@ -149,7 +149,7 @@ def load(source: Path, defines: tuple[tuple[str, int], ...], dtype: torch.dtype)
 
 
 def _prepare(inputs: Inputs, offsets: Tensor, exact: torch.dtype) -> tuple[list[Any], _Inputs]:
-    """Return the inputs as the kernel reads them, copying only what must be, and their places."""
+    """Return the inputs as the kernel reads them, copied only where necessary, and their places."""
     tensors: list[Any] = [*inputs]
     places: list[int | None] = [None] * len(inputs)
     for i, x in enumerate(inputs):

@@ -20,7 +20,7 @@ ABREAST = 16  # segments that may always run together
 
 
 class Transition(NamedTuple):
-    """What tells one family's recurrence from another's.
+    """A family's recurrence.
 
     Below, ``u`` and ``rate`` are ``[G, C, 1, D]``, ``k`` is ``[G, C, N, 1]`` and ``param`` the
     family's own ``[N, D]`` or None, for C tokens of G segments.
@@ -192,7 +192,7 @@ def _march(
 
 
 class _Found(NamedTuple):
-    """What a chunk gives: its readout, and gradients."""
+    """A chunk's readout and gradients."""
 
     read: Tensor  # [G, C, D]
     u: Tensor  # [G, C, D]
@@ -210,7 +210,7 @@ def _march_back(
     query: Tensor,  # [G, C, N, 1]
     grad: Tensor,  # [G, C, 1, D]
 ) -> tuple[Tensor, _Found]:
-    """Return the gradient of the state before a chunk and what else the chunk gives."""
+    """Return the gradient of the state before a chunk, and the chunk's other gradients."""
     history, factors = _march(transition, state, *inputs)
     before, after = history[:, :-1], history[:, 1:]
     incoming, decay = grad * query, transition.decay(*factors)  # [G, C, N, D]

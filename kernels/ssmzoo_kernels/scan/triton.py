@@ -49,12 +49,12 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 
 class Transition(NamedTuple):
-    """What tells one family's recurrence from another's (signatures: the module's docstring)."""
+    """A family's recurrence (signatures: the module's docstring)."""
 
     step: JITFunction
     decay: JITFunction
     adjoint: JITFunction
-    # what registers allow in the backward: entries of a state a lane, tokens at once
+    # limits of registers in the backward: entries of a state a lane, tokens at once
     entries: int = 16
     tokens: int = 2
 
@@ -91,7 +91,7 @@ def span_of(tokens: int, segments: int, warps: int, chunk: int) -> int | None:
         tokens: In all segments together.
         segments: How many there are.
         warps: Warps that one segment occupies.
-        chunk: What a span must be a multiple of.
+        chunk: A span is a multiple of it.
     """
     if tokens <= 2 * chunk or 2 * segments * warps >= FILL:
         return None
@@ -249,7 +249,7 @@ def halvings_of(rows, columns, warps):
 
 @triton.jit
 def across(x, rows: tl.constexpr, columns: tl.constexpr, distance: tl.constexpr):
-    """Return in every column what stands in the column that differs in the bit ``distance``."""
+    """Exchange columns whose numbers differ in the bit ``distance``."""
     other = tl.arange(0, columns) ^ distance
     return tl.gather(x, tl.broadcast_to(other[None, :], (rows, columns)), 1)
 
@@ -692,7 +692,7 @@ def scan_bwd_kernel(
                 *(state, None, u, k, dt, bias, a, start, chunk, stop, d, n),
                 *(D, N, stride_u, stride_k, stride_dt, STEP, ACC, TOKENS),
             )
-        # threads may read back what others wrote
+        # threads may read each other's writes
         tl.debug_barrier()
         state = march(
             *(state, boxes, u, k, dt, bias, a, chunk, chunk_stop, stop, d, n),
@@ -796,7 +796,7 @@ class Plan(NamedTuple):
 
 
 def plan(transition: Transition, inputs: Inputs, offsets: Tensor, entries: int, ahead: int) -> Plan:
-    """Shape the programs of a call and gather what its kernels have in common."""
+    """Shape the programs of a call and gather the arguments that its kernels share."""
     u, q, k, dt, dt_bias, skip, z, param, _ = inputs
     exact = accumulator(u)
     (tokens, width), states, segments = u.shape, k.shape[1], offsets.shape[0] - 1

@@ -87,7 +87,7 @@ def selective_scan(
     Raises:
         ValueError: Shapes, devices or choices that do not fit.
         TypeError: Not a tensor, or not floating point.
-        RuntimeError: The machine lacks what the named backend needs.
+        RuntimeError: The named backend cannot run on this machine.
     """
     inputs = (u, dt, A, B, C, D, z, dt_bias, initial_state)
     return SCAN(*inputs, cu_seqlens=cu_seqlens, backend=backend, discretization=discretization)

@@ -12,5 +12,5 @@ TRANSITIONS = {"euler": scan.Transition(_SOURCE), "zoh": scan.Transition(_SOURCE
 
 
 def load(dtype: torch.dtype, discretization: str) -> ctypes.CDLL:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     return TRANSITIONS[discretization].load(dtype)

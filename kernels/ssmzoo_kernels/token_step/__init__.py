@@ -25,7 +25,7 @@ class Program(Writer):
     and of the program's dtype, or beside float32 of bfloat16 or float16.
 
     Args:
-        dtype: What values and recurrent states are: float32 or float64.
+        dtype: That of values and recurrent states, float32 or float64.
 
     Raises:
         ValueError: A weight that the kernel cannot read.

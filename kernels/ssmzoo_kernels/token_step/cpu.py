@@ -39,7 +39,7 @@ class Instruction(ctypes.Structure):
 
 @functools.cache
 def load(dtype: torch.dtype) -> Callable[..., int]:
-    """Build and load what calls in a dtype need, or raise what native.library raises."""
+    """Build and load the library of a dtype; errors are those of native.library."""
     kernel = native.library(_SOURCE, dtype).token_step
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kernel.argtypes = (pointer, number, number, number, pointer, ctypes.c_int)

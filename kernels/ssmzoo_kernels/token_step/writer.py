@@ -129,7 +129,7 @@ class Writer:
         """``y = (w + added) x / sqrt(mean(x^2) + eps)`` over groups of columns.
 
         Args:
-            x: What to normalise.
+            x: The value to normalise.
             weight: ``[width]``, or ``[group]`` for every group alike.
             eps: Added to the mean of squares.
             group: Columns that are normalised together; all of them.
@@ -208,7 +208,7 @@ class Writer:
 
         Args:
             rows: B.
-            tensors: What inputs, outputs and states are; contiguous. Outputs and states change.
+            tensors: Inputs, outputs and states, contiguous. Outputs and states change.
 
         Raises:
             MemoryError: There is none for the values; nothing has changed.

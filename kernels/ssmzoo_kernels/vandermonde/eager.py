@@ -34,7 +34,7 @@ def analyze(g: Tensor, exponent: Tensor, lags: Lags, moment: bool) -> tuple[Tens
     """Return ``sum_l g e^{c lag}`` and, on request, ``sum_l g lag e^{c lag}``.
 
     Args:
-        g: What is summed, ``[B, H, L]``.
+        g: The summands, ``[B, H, L]``.
         exponent: The exponents ``[H, N]``.
         lags: Which lag belongs to which position.
         moment: Whether to return the second sum too.
