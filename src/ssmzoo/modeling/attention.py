@@ -97,7 +97,7 @@ class AttentionConfig(SSMConfig):
             self._check_rope(self.rope_parameters)
 
     def _check_rope(self, rope: dict[str, Any]) -> None:
-        known = RopeParameters.__annotations__
+        known = RopeParameters.__annotations__.keys() - {"mrope_section"}  # of pictures
         for name in rope.keys() - known:
             raise LookupError(f"rope_parameters has no field {name!r}{suggestion(name, known)}")
         kinds, kind = ("default", *ROPE_INIT_FUNCTIONS), str(rope["rope_type"])
@@ -246,13 +246,11 @@ def attend(
     seen, past = state.get("seen"), (state.get("keys"), state.get("values"))
     if state.keep:
         rows = None if packing is None else packing.aligned()
-        read = (
-            q.new_full((q.shape[0],), q.shape[1], dtype=torch.int64)
-            if rows is None
-            else rows.lengths
-        )
         before, kept = state.get_row("seen"), []
-        read = read if before is None else before + read
+        if before is None:
+            sequences = q.shape[0] if rows is None else rows.lengths.shape[0]
+            before = q.new_zeros(sequences, dtype=torch.int64)
+        read = before + (q.shape[1] if rows is None else rows.lengths)
         for name, new in (("keys", k), ("values", v)):
             room = state.room if window is None else window
             kept.append(_newest(state.get_row(name), new.flatten(2), rows, room))
