@@ -13,10 +13,11 @@ from .modeling_hybrid import (
 )
 
 # gated DeltaNet, key heads half as wide as value heads
-_DELTA = {"family": "linear_attention", "num_heads": 6, "head_v_dim": 256}
+_DELTA = {"family": "linear_attention", "head_v_dim": 256}
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
 # a window of 2,048 tokens, rotary positions
 _WINDOW = {"family": "attention", "sliding_window": 2048, "rope_parameters": _ROTARY}
+_QK = {"num_key_value_heads": 4, "qk_norm": True}
 _SWIGLU = {"mlp_type": "swiglu", "vocab_size": 32000}
 # every fourth layer attends to all tokens, as in Qwen3-Next; the others tell positions
 _RATIO = ["gated_deltanet", "gated_deltanet", "gated_deltanet", "attention"]
@@ -42,16 +43,16 @@ FAMILY = Family(
             **{"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 2048},
             **{"mlp_type": "swiglu", "mixers": _RATIO},
             "kinds": {
-                "gated_deltanet": {**_DELTA, "num_heads": 4, "head_k_dim": 96, "head_v_dim": 192},
-                "attention": {"num_key_value_heads": 4, "qk_norm": True},
+                "gated_deltanet": {**_DELTA, "head_k_dim": 96, "head_v_dim": 192},
+                "attention": {**_QK, "num_attention_heads": 12},
             },
         },
         "gated-deltanet-attention-350m": {
             **{"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816},
             **{"mlp_type": "swiglu", "mixers": _RATIO},
             "kinds": {
-                "gated_deltanet": {**_DELTA, "num_heads": 4},
-                "attention": {"num_key_value_heads": 4, "qk_norm": True},
+                "gated_deltanet": _DELTA,
+                "attention": {**_QK, "num_attention_heads": 16},
             },
         },
         "samba-421m": {

@@ -11,10 +11,6 @@ from ssmzoo.modeling import SSMConfig, suggestion
 from .kinds import Kind, kind_of, known_kinds
 
 
-def _default_mixers() -> list[str]:
-    return ["linear_attention", "linear_attention", "linear_attention", "attention"]
-
-
 @strict
 class HybridConfig(SSMConfig):
     """A hybrid: layers of several kinds in one backbone.
@@ -28,7 +24,7 @@ class HybridConfig(SSMConfig):
     """
 
     model_type = "ssmzoo_hybrid"
-    mixers: list[str] = dataclasses.field(default_factory=_default_mixers)
+    mixers: list[str] = dataclasses.field(default_factory=lambda: ["linear_attention"])
     kinds: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def complete(self) -> None:

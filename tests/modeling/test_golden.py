@@ -31,6 +31,7 @@ EXPECTED = "expected.safetensors"  # beside the models of tests/golden/VERSION
 SMALLEST = {"vocab_size": 7, "hidden_size": 4, "num_hidden_layers": 1}
 SMALLEST_OF = {
     "bmojo": {"mixer_types": ["bmojo_f"], "num_attention_heads": 2, "num_key_value_heads": 1},
+    "hybrid": {"num_hidden_layers": 4, "intermediate_size": 3},
     "linear_attention": {"num_heads": 2, "num_key_heads": 1},
     "rtf": {"num_denominators": 2},
     "spacetime": {"n_kernels": 2},

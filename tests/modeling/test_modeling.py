@@ -592,7 +592,7 @@ def ssm_parameters(model):
 def test_what_a_checkpoint_lacks_is_float32_in_a_model_loaded_in_bfloat16(name, tmp_path):
     made = tiny_model(name)
     made.save_pretrained(tmp_path)
-    layers = made.config.num_hidden_layers + 1
+    layers = 2 * made.config.num_hidden_layers
     longer = type(made).from_pretrained(tmp_path, dtype="bfloat16", num_hidden_layers=layers)
     assert len(longer.model.layers) == layers
     torch.set_default_dtype(torch.bfloat16)

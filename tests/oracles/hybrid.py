@@ -1,8 +1,8 @@
 """Hybrids in float64 numpy: attention from its papers, other layers by their families' oracles.
 
 Attention (Vaswani et al., arXiv 1706.03762, Eq. 1) to a window of tokens, with keys shared by
-groups of queries (Ainslie et al., 2305.13245) and RMSNorm of queries and keys, no positions. Nothing
-here is fast, and nothing of ours is imported.
+groups of queries (Ainslie et al., 2305.13245) and RMSNorm of queries and keys, without positions.
+Nothing here is fast, and nothing of ours is imported.
 """
 
 from collections.abc import Mapping

@@ -344,7 +344,7 @@ def test_too_old_a_torch_is_one_clear_error(models, tmp_path):
 # --- the files -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*OURS, "toy"])
+@pytest.mark.parametrize("name", [*sorted({*OURS} - {"hybrid"}), "toy"])  # it does not travel
 def test_every_file_is_found_from_the_entry_and_says_where_it_is_from(name, foreign, tmp_path):
     texts, entry = code_of(load_family(name)), f"modeling_{name}.py"
     for file, text in texts.items():
