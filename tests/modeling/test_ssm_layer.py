@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from transformers import MambaConfig
+from transformers.models.mamba.modeling_mamba import MambaMixer
 
 import ssmzoo
 from ssmzoo.family import families, load_family
@@ -66,6 +68,18 @@ def test_a_layer_takes_steps_and_the_residual_stream_as_a_model_gives_them():
     layer, x = layer_of("bmojo")
     assert torch.equal(layer(x, residual=2 * x), layer.mixer(x, residual=2 * x))
     assert not torch.equal(layer(x, residual=2 * x), layer(x))
+
+
+@torch.no_grad()
+def test_weights_of_a_mamba_fit():
+    theirs = MambaMixer(MambaConfig(hidden_size=16), 0).double()
+    ours = ssmzoo.layer("bmojo", mixer_types="mamba", hidden_size=16).double()
+    weights = theirs.state_dict()
+    weights["dt_bias"] = weights.pop("dt_proj.bias")
+    ours.load_state_dict({f"mixer.ssm.{key}": tensor for key, tensor in weights.items()})
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    # theirs has float32 on its way
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.long
