@@ -24,8 +24,9 @@ def pytest_addoption(parser):
 # checks of the conformance kit that `make quick` leaves out, as it does tests marked `long`
 LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalone", "trainer")
 
-# of another setting of a family, what its other checks and the family's own say nearly as well
-SLOW_OF_VARIANTS = ("compile", "fullgraph", "jit_trace", "onnx")
+# of another setting of a family, what its other checks and the family's own say nearly as well;
+# Trainer's: gradients, flattening_collator and save_and_load
+SLOW_OF_VARIANTS = ("compile", "fullgraph", "jit_trace", "onnx", "trainer")
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py

@@ -157,14 +157,21 @@ def begun(place, tmp_path_factory):
     return target
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Leave out what takes longer than a tiny run."""
+    monkeypatch.setattr("ssmzoo.training.folder.draw_curves", lambda *_, **__: None)
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_names_the_file_that_cannot_be_finished_and_resumes(place, begun, tmp_path, fails):
     run = place / "run"
     sizes = sorted({path.stat().st_size for path in run.rglob("*") if path.is_file()})
     named = set()
     # below the size of one file or another; and where the metrics are the first that is too long
     above = (run / "run.json").stat().st_size + 300  # it holds times, and varies by some bytes
-    for limit in (*(size - 1 for size in sizes[::3]), sizes[-1] - 1, above):
+    for limit in (*(size - 1 for size in sizes[::6]), sizes[-1] - 1, above):
         target = shutil.copytree(begun, tmp_path / str(limit))
         arguments = ("train", place / "recipe.yaml", "--output", target, "--resume")
         with no_file_longer_than(limit):
@@ -336,6 +343,7 @@ def files_of(folder):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_a_truncated_file_names_it_or_resumes_exactly(place, tmp_path, fails):
     shutil.rmtree((run := shutil.copytree(place / "run", tmp_path / "run")) / "model")
     named = set()

@@ -444,13 +444,11 @@ class CoffeePreTrainedModel(SSMPreTrainedModel):
         }
         ones = {"spread": ("B",), "paper": (), "integrator": ("w", "C", "w_gamma", "B")}
         known |= dict.fromkeys(ones[config.ssm_init], torch.ones(shape))
-        scales = {"w": rates.sqrt()} | dict.fromkeys(
-            ("C", "w_gamma"), (rates / config.d_state).sqrt()
-        )
+        variances = {"w": rates, "C": rates / config.d_state, "w_gamma": rates / config.d_state}
         for name, parameter in own.items():
             value = known.get(name)
             if value is None:
-                value = torch.randn(shape) * (scales[name] if spread else 1)
+                value = torch.randn(shape) * (variances[name].sqrt() if spread else 1)
             init.copy_(parameter, value)
 
 

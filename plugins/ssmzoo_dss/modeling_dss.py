@@ -187,7 +187,7 @@ class DSSMixer(SSMMixer):
         )
         # on a GPU this check would synchronise
         if not torch.compiler.is_compiling() and self.W.device.type == "cpu":
-            self._check_finite(modes)
+            _check_finite(modes, self)
         return modes
 
     def kernel(self, length: int) -> Tensor:
@@ -220,7 +220,7 @@ class DSSMixer(SSMMixer):
         start = state.get_row("ssm")
         z = None if start is None else torch.view_as_complex(start)
         position = state.get_row("position")
-        longest = length if packing is None else self._longest(packing)
+        longest = length if packing is None else _longest(packing, self.config)
         modes = self.modes(longest)
         ends = lengths if packing is None else packing.offsets.diff()
         taps = self._taps(modes, longest, ends, position)
@@ -263,18 +263,8 @@ class DSSMixer(SSMMixer):
         if self.config.bidirectional:
             future = kernel[channels:].flatten(0, 1)
         repeated = u if channels == 1 else u.repeat(1, 1, channels)
-        return fft_conv(repeated, past, self.D.flatten(), future_kernel=future, cu_seqlens=packing)[
-            0
-        ]
-
-    def _longest(self, packing: Sequences) -> int:
-        """Return the length of the longest packed sequence, as if they were padded.
-
-        In a graph, which cannot look it up, it is the row's, unless the kernel depends on it.
-        """
-        if self.config.decodable and torch.compiler.is_compiling():
-            return packing.length
-        return packing.longest()
+        y, _ = fft_conv(repeated, past, self.D.flatten(), future_kernel=future, cu_seqlens=packing)
+        return y
 
     def _taps(
         self, modes: Modes, length: int, lengths: Tensor | None, position: Tensor | None
@@ -296,50 +286,11 @@ class DSSMixer(SSMMixer):
         )
         reached = reached if position is None else position + reached
         if compiling:
-            self._check_reach_in_graph(reached, modes)
+            _check_reach_in_graph(reached, modes)
             return length
         end = int(reached.max()) if reached.numel() else 0  # a batch may have no rows
-        self._check_reach(end, modes)
+        _check_reach(end, modes, self)
         return min(length, modes.norm_length)
-
-    def _check_reach(self, end: int, modes: Modes) -> None:
-        assert modes.grows is not None
-        assert modes.norm_length is not None
-        if end > modes.norm_length:
-            worst = int(self.eigenvalues().real.argmax())
-            raise ValueError(
-                f"kernel_norm_length must cover all tokens, {end}, where a mode grows: got "
-                f"{modes.norm_length}, and {int(modes.grows.sum())} modes of layer "
-                f"{self.layer_idx} grow, mode {worst} fastest; set a longer kernel_norm_length "
-                "and train on, or use the variant 'exp'"
-            )
-
-    def _check_reach_in_graph(self, reached: Tensor, modes: Modes) -> None:
-        """Fail like :meth:`_check_reach` as a graph runs, on a GPU after it."""
-        assert modes.grows is not None
-        assert modes.norm_length is not None
-        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-            (reached <= modes.norm_length).all() | ~modes.grows.any(),
-            "kernel_norm_length must cover all tokens where a mode grows, and a layer read more; "
-            "set a longer kernel_norm_length and train on, or use the variant 'exp'",
-        )
-
-    def _check_finite(self, modes: Modes) -> None:
-        for name, tensor in (("log_dt * Lambda", modes.exponent), ("W", modes.readout)):
-            wrong = ~tensor.isfinite()
-            if bool(wrong.any()):
-                place = wrong.nonzero()[0].tolist()
-                raise ValueError(
-                    f"{name} must be finite, got {tensor[tuple(place)].item()} in layer "
-                    f"{self.layer_idx}, feature {place[-2]}, mode {place[-1]}"
-                )
-        wrong = ~self.D.isfinite()
-        if bool(wrong.any()):
-            place = wrong.nonzero()[0].tolist()
-            raise ValueError(
-                f"D must be finite, got {float(self.D[tuple(place)])} in layer {self.layer_idx}, "
-                f"feature {place[-1]}"
-            )
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, C * H]``."""
@@ -369,7 +320,7 @@ class DSSMixer(SSMMixer):
         assert modes.norm_length is not None
         if torch.compiler.is_compiling():  # a graph has no values to look at
             if not torch.compiler.is_exporting():  # ONNX has no assertions
-                self._check_reach_in_graph(position + 1, modes)
+                _check_reach_in_graph(position + 1, modes)
             exponent = torch.where(cast(Tensor, modes.grows), modes.exponent, 0)  # [H, N]
             if tables.growing is not None:  # an index error says that there are no such positions
                 position = torch.arange(modes.norm_length, device=position.device)[position]
@@ -379,7 +330,7 @@ class DSSMixer(SSMMixer):
         assert tables.decay is not None
         assert tables.growing is not None
         positions = cast(list[int], position.tolist())
-        self._check_reach(max(positions, default=-1) + 1, modes)
+        _check_reach(max(positions, default=-1) + 1, modes, self)
         if len(set(positions)) == 1:
             positions = positions[:1]
         drive = torch.ones_like(tables.decay).repeat(len(positions), 1, 1)
@@ -401,7 +352,7 @@ class DSSMixer(SSMMixer):
         modes = self.modes(0)
         meta = modes.readout.is_meta  # values that nobody can look at
         if not meta and not torch.compiler.is_compiling():
-            self._check_finite(modes)
+            _check_finite(modes, self)
         if cap is not None:
             taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
             return _Tables(modes, taps=taps)
@@ -421,6 +372,58 @@ class DSSMixer(SSMMixer):
         low = torch.exp(c * steps)  # [count, H, G]
         high = torch.exp(c * (steps[: -(-modes.norm_length // count)] * count))
         return _Tables(modes, decay.to(dtype), growing, low.to(dtype), high.to(dtype))
+
+
+def _longest(packing: Sequences, config: DSSConfig) -> int:
+    """Return the length of the longest packed sequence, as if they were padded.
+
+    In a graph, which cannot look it up, it is the row's, unless the kernel depends on it.
+    """
+    if config.decodable and torch.compiler.is_compiling():
+        return packing.length
+    return packing.longest()
+
+
+def _check_reach(end: int, modes: Modes, mixer: DSSMixer) -> None:
+    assert modes.grows is not None
+    assert modes.norm_length is not None
+    if end > modes.norm_length:
+        worst = int(mixer.eigenvalues().real.argmax())
+        raise ValueError(
+            f"kernel_norm_length must cover all tokens, {end}, where a mode grows: got "
+            f"{modes.norm_length}, and {int(modes.grows.sum())} modes of layer "
+            f"{mixer.layer_idx} grow, mode {worst} fastest; set a longer kernel_norm_length "
+            "and train on, or use the variant 'exp'"
+        )
+
+
+def _check_reach_in_graph(reached: Tensor, modes: Modes) -> None:
+    """Fail like :func:`_check_reach` as a graph runs, on a GPU after it."""
+    assert modes.grows is not None
+    assert modes.norm_length is not None
+    torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+        (reached <= modes.norm_length).all() | ~modes.grows.any(),
+        "kernel_norm_length must cover all tokens where a mode grows, and a layer read more; "
+        "set a longer kernel_norm_length and train on, or use the variant 'exp'",
+    )
+
+
+def _check_finite(modes: Modes, mixer: DSSMixer) -> None:
+    for name, tensor in (("log_dt * Lambda", modes.exponent), ("W", modes.readout)):
+        wrong = ~tensor.isfinite()
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} must be finite, got {tensor[tuple(place)].item()} in layer "
+                f"{mixer.layer_idx}, feature {place[-2]}, mode {place[-1]}"
+            )
+    wrong = ~mixer.D.isfinite()
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"D must be finite, got {float(mixer.D[tuple(place)])} in layer {mixer.layer_idx}, "
+            f"feature {place[-1]}"
+        )
 
 
 def _diagonal_step(

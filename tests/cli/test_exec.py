@@ -93,8 +93,9 @@ def test_debug_may_stand_before_exec(tmp_path):
     assert out == "['tell.py', '--model', 'hf']\n"
 
 
-@pytest.mark.long
+@pytest.mark.slow  # imports TRL twice
 def test_trl_trains_a_model_of_the_zoo_in_the_process_that_it_launches(model, tmp_path):
+    """Children are registered above, and TRL trains from a folder in ``test_trl.py``."""
     rows = [json.dumps({"text": text}) for text in ("one two", "three four", "five", "six")]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))

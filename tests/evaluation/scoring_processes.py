@@ -1,7 +1,6 @@
-"""What the processes of ``test_shared_states`` run: ``python scoring_processes.py MODEL``."""
+"""What the two processes of ``test_shared_states`` do."""
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +21,16 @@ def same(found, wanted):
 
 
 def main(place):
-    """Fail unless the scores are those of one process."""
+    """Be both processes, and fail unless their scores are those of one."""
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    other = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if other else "1"
+    score(place)
+    if other:
+        assert os.waitpid(other, 0)[1] == 0
+
+
+def score(place):
     model = AutoModelForCausalLM.from_pretrained(place).eval()
     wanted = SharedPrefixLM(model, byte_tokenizer()).loglikelihood(QUESTIONS)
     split = DistributedConfig(tp_size=2)
@@ -39,6 +47,3 @@ def main(place):
         if rank == "0":  # killed before the other
             kept.with_name(kept.name + ".0").write_text("\n".join(lines[:4]))
         dist.barrier()
-
-
-main(sys.argv[1])

@@ -1,9 +1,8 @@
 """Scores from shared states are those of lm-eval's own model, which reads every request alone."""
 
 import json
-import os
 import random
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -326,56 +325,40 @@ def test_answers_of_other_weights_are_not_taken(saved):
     assert again.get(again.key("loglikelihood", (1, 2))) is None
 
 
-def test_two_processes_share_subtrees_and_give_the_scores_of_one(saved):
-    options = ["--tasks", "ssmzoo_recall_text", "--limit", "12", "--batch-size", "2"]
-    command = [sys.executable, "-m", "ssmzoo", "eval", "model", *options, "--output"]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen([*command, "two"], cwd=saved, env={**os.environ, **place, "RANK": str(r)})
-        for r in range(2)
-    ]
-    assert [process.wait(timeout=600) for process in processes] == [0, 0]
-    one = evaluate(
-        saved / "model", tasks=["ssmzoo_recall_text"], limit=12, output_dir=saved / "one"
-    )
-    (two,) = (saved / "two").iterdir()
-    found, wanted = (json.loads(p.read_text())["results"] for p in (two, one))
-    assert found[0]["reading"]["alone"] == wanted[0]["reading"]["alone"]  # of both processes
-    assert [r["value"] for r in found] == pytest.approx([r["value"] for r in wanted])
-
-
-def test_processes_agree_where_a_model_is_split_or_answers_lie_on_disks_of_their_own(tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_processes_agree_where_a_model_is_split_or_answers_lie_on_disks_of_their_own(
+    forks, tmp_path
+):
     family = load_family("longhorn")
     config = family.config(**{**family.tiny, "vocab_size": 260})  # two processes have half each
     family.causal_lm_class(config).save_pretrained(tmp_path)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    program = [sys.executable, str(Path(__file__).with_name("scoring_processes.py")), str(tmp_path)]
-    processes = [
-        subprocess.Popen(program, env={**os.environ, **place, "RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(2)
-    ]
-    assert [process.wait(timeout=600) for process in processes] == [0, 0]
+    program = "import sys\nfrom tests.evaluation.scoring_processes import main\nmain(sys.argv[1])"
+    done = forks.run(program, str(tmp_path), environment=place)
+    assert done.status == 0, done.log
 
 
-def test_a_program_of_ones_own_names_a_folder_alone(saved):
-    program = "import ssmzoo.evaluation as e; print(e.SharedPrefixLM('model').generate_until([]))"
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=saved, capture_output=True, text=True, timeout=600
-    )
-    assert found.stdout == "[]\n", found.stderr
+@pytest.mark.xdist_group("forks")
+def test_a_program_of_ones_own_names_a_folder_alone(saved, forks):
+    program = "import sys; import ssmzoo.evaluation as e\n"
+    program += "print(e.SharedPrefixLM(sys.argv[1]).generate_until([]))"
+    done = forks.run(program, str(saved / "model"))
+    assert done.out == "[]\n", done.log
 
 
-def test_lm_eval_itself_takes_the_model_by_name(saved):
-    command = ["exec", "lm_eval", "--model", "ssmzoo", "--model_args", "pretrained=model"]
-    tasks = ["--include_path", str(ssmzoo.files.package_data("eval/tasks")), "--device", "cpu"]
-    tasks += ["--tasks", "ssmzoo_recall_text", "--limit", "6", "--batch_size", "3"]
-    found = subprocess.run(
-        [sys.executable, "-m", "ssmzoo", *command, *tasks],
-        cwd=saved, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+def test_lm_eval_itself_takes_the_model_by_name(saved, monkeypatch, capsys):
+    """``test_pages.py`` runs it under ``ssmzoo exec``, as docs/evaluate.md tells."""
+    from lm_eval.__main__ import cli_evaluate
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # to which the startup adds
+    startup = Path(ssmzoo.__file__).parent / "cli/startup/sitecustomize.py"
+    runpy.run_path(str(startup))["_register_lm"]()
+    command = ["lm_eval", "--model", "ssmzoo", "--model_args", f"pretrained={saved / 'model'}"]
+    command += ["--include_path", str(ssmzoo.files.package_data("eval/tasks")), "--device", "cpu"]
+    command += ["--tasks", "ssmzoo_recall_text", "--limit", "6", "--batch_size", "3"]
+    monkeypatch.setattr(sys, "argv", command)
+    cli_evaluate()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "|acc" in line]
     path = evaluate(saved / "model", tasks=["ssmzoo_recall_text"], limit=6, output_dir=saved)
     (row,) = [r for r in json.loads(path.read_text())["results"] if r["metric"] == "acc"]
-    (line,) = [line for line in found.stdout.splitlines() if "|acc" in line]
     assert float(line.split("|")[7]) == pytest.approx(row["value"], abs=1e-4)

@@ -7,7 +7,6 @@ names. The numbers depend on the code alone, not on the machine.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -102,7 +101,8 @@ def test_packing_is_checked_once_for_all_layers(name, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_checkpoint_imports_its_own_family_only(tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_a_checkpoint_imports_its_own_family_only(forks, tmp_path):
     language_model("longhorn", layers=1).save_pretrained(tmp_path)
     code = f"""
 import sys, ssmzoo.auto, torch
@@ -114,5 +114,6 @@ model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
 model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
 print(sorted({{name.split(".")[0] for name in sys.modules if name.startswith("ssmzoo_")}}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{[ssmzoo_kernels.__name__, 'ssmzoo_longhorn']}"
+    done = forks.run(code)
+    assert done.status == 0, done.log
+    assert done.out.splitlines()[-1] == f"{[ssmzoo_kernels.__name__, 'ssmzoo_longhorn']}"

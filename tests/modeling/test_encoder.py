@@ -4,8 +4,6 @@ That a model of both directions keeps padding, packing and batches apart is a ch
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -290,6 +288,7 @@ def digits():
     return batch, [Image.fromarray(image) for image in grey]
 
 
+@pytest.mark.xdist_group("forks")  # as all that use the run
 def test_a_pipeline_says_what_the_run_measured(run, digits):
     batch, images = digits
     said = pipeline("image-classification", model=str(run / "model"))(images, top_k=1)
@@ -308,6 +307,7 @@ def test_a_pipeline_says_what_the_run_measured(run, digits):
     assert facts["test"]["accuracy"] > 0.3
 
 
+@pytest.mark.xdist_group("forks")
 def test_the_processor_makes_of_any_picture_what_the_model_takes(run):
     say = pipeline("image-classification", model=str(run / "model"))
     rng = np.random.default_rng(0)
@@ -325,7 +325,6 @@ def test_a_recipe_of_another_image_size_is_refused(tmp_path):
 
 ALONE = """
 import sys
-from dataclasses import replace
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("ssmzoo", "ssmzoo_kernels", "ssmzoo_longhorn", "triton"):
@@ -342,15 +341,12 @@ with torch.no_grad():
 
 
 @pytest.mark.long
-def test_a_published_classifier_of_images_loads_where_nothing_of_ours_is(run, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_a_published_classifier_of_images_loads_where_nothing_of_ours_is(run, forks, tmp_path):
     (run / "model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# ViL\n")
     publish(run / "model", str(tmp_path / "public"))
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path / "public", tmp_path / "logits.pt"],
-        capture_output=True, text=True, cwd=tmp_path,
-        env={"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = forks.run(ALONE, str(tmp_path / "public"), str(tmp_path / "logits.pt"))
+    assert done.status == 0, done.log[-2000:]
     model = AutoModelForImageClassification.from_pretrained(run / "model")
     pixels = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)
     with torch.no_grad():

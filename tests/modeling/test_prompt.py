@@ -1,8 +1,6 @@
 """Prompts read once: saved, loaded by another process, refused by other models."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -49,7 +47,10 @@ def logits(model, inputs):
 
 
 @pytest.mark.long
-def test_a_saved_prompt_continues_bitwise_equal_in_another_process(model, ids, folder, tmp_path):
+@pytest.mark.xdist_group("forks")
+def test_a_saved_prompt_continues_bitwise_equal_in_another_process(
+    model, ids, folder, forks, tmp_path
+):
     model.save_pretrained(tmp_path / "model")
     code = f"""
 import ssmzoo.auto, torch
@@ -65,7 +66,8 @@ with torch.no_grad():
     out = model(inputs["input_ids"][:, past.seen_tokens:], cache=past)
 save_file({{"logits": out.logits[:, -1].contiguous()}}, {str(tmp_path / "logits.safetensors")!r})
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forks.run(code)
+    assert done.status == 0, done.log
     got = load_file(tmp_path / "logits.safetensors")["logits"]
     more = torch.tensor([[5, 6], [7, 8]])
     assert torch.equal(got, logits(model, model.prefill(ids).inputs(more)))

@@ -44,8 +44,8 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOY = HERE.parent / "toy_family" / "ssmzoo_toy"
-# one for each kind of op; the kit's check `standalone` compares the code of every family
-NAMES = ("bmojo", "coffee", "dss", "longhorn", "rtf", "toy")
+# ops of all kinds; the kit's check `standalone` compares the code of every family
+NAMES = ("bmojo", "dss", "longhorn", "toy")
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 EXACT = 1e-10  # relative, in float64
 OURS_IMPORTED = re.compile(r"^ *(from|import) ssmzoo(?!\.auto)", re.MULTILINE)  # but by the loader
@@ -242,7 +242,7 @@ for folder in sorted(models.iterdir()):
 import ssmzoo.auto
 from ssmzoo_kernels import last_backend
 
-facts["backends"] = [last_backend(op) for op in ("longhorn_scan", "feedback_scan", "fft_conv")]
+facts["backends"] = [last_backend(op) for op in ("longhorn_scan", "selective_scan", "fft_conv")]
 model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
 facts["registered"] = type(model).__module__
 model.save_pretrained(out / "again")
@@ -423,7 +423,7 @@ def test_the_kits_check_fails_where_the_exported_code_differs(monkeypatch):
 
 
 def test_an_export_is_replaced_as_a_whole(models, tmp_path):
-    folder = shutil.copytree(models / "rtf" / LM, tmp_path / "model")
+    folder = shutil.copytree(models / "bmojo" / LM, tmp_path / "model")
     before = {path.name for path in folder.iterdir()}
     stale = folder / "ssmzoo_kernels_older.py"
     stale.write_text("# Exported by ssmzoo 0.0.9: ssmzoo_kernels.older of ssmzoo 0.0.9\n")
@@ -456,11 +456,11 @@ def test_wrong_arguments_of_export_code_are_one_clear_error(models, tmp_path):
     with pytest.raises(ValueError, match=r"only models of the zoo's families .* got .*'llama'"):
         export_code(LlamaForCausalLM(config), tmp_path)
     with pytest.raises(ValueError, match="model of type 'ssmzoo_dss', the code"):
-        export_code(models / "rtf" / LM, models / "dss" / LM)
-    (tmp_path / "modeling_rtf.py").write_text("mine")
-    with pytest.raises(ValueError, match=r"modeling_rtf\.py is of no export; move it away"):
-        export_code(models / "rtf" / LM, tmp_path)
-    assert (tmp_path / "modeling_rtf.py").read_text() == "mine"
+        export_code(models / "bmojo" / LM, models / "dss" / LM)
+    (tmp_path / "modeling_bmojo.py").write_text("mine")
+    with pytest.raises(ValueError, match=r"modeling_bmojo\.py is of no export; move it away"):
+        export_code(models / "bmojo" / LM, tmp_path)
+    assert (tmp_path / "modeling_bmojo.py").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1
 
 

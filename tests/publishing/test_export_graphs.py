@@ -54,7 +54,7 @@ def test_modules_keep_their_training_mode_through_an_export():
 @pytest.mark.parametrize(("name", "portable"), [("gru", False), ("longhorn", True)])
 @torch.no_grad()
 def test_a_program_reads_prompts_and_goes_on_with_any_batch_and_length(name, portable, tmp_path):
-    model = subject_of(name).fresh()
+    model = subject_of(name).fresh(num_hidden_layers=1)
     program = export_program(model, portable=portable)
     torch.export.save(program, tmp_path / "program.pt2")
     with zipfile.ZipFile(tmp_path / "program.pt2") as file:  # it names no folder of this machine
@@ -113,7 +113,7 @@ def test_a_graph_of_bmojos_logits_has_any_length_with_and_without_gradients():
 
 @torch.no_grad()
 def test_where_modes_of_dss_grow_a_token_past_the_norm_length_is_out_of_bounds():
-    model = subject_of("dss").fresh(kernel_norm_length=4)
+    model = subject_of("dss").fresh(kernel_norm_length=4, num_hidden_layers=1)
     step = export_step(model).module()
     token, states = torch.ones(2, 1, dtype=torch.int64), initial_states(model, 2)
     for _ in range(4):
@@ -124,7 +124,7 @@ def test_where_modes_of_dss_grow_a_token_past_the_norm_length_is_out_of_bounds()
 
 @torch.no_grad()
 def test_a_prompt_past_the_norm_length_fails_in_a_program_as_in_the_model():
-    model = subject_of("dss").fresh(kernel_norm_length=16)
+    model = subject_of("dss").fresh(kernel_norm_length=16, num_hidden_layers=1)
     program, ids = export_program(model).module(), torch.randint(64, (2, 17))
     reads(program, model, {2: [13, 1, 2]})
     _, states = program(ids[:, :9], initial_states(model, 2))
@@ -158,7 +158,9 @@ def test_models_whose_states_grow_are_refused_in_one_line():
 @pytest.mark.long
 def test_the_exporter_of_transformers_takes_our_models(name):
     exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
-    model, other = subject_of(name).fresh(), torch.randint(64, (3, 12 if name == "bmojo" else 20))
+    fields = {} if name == "bmojo" else {"num_hidden_layers": 1}
+    model = subject_of(name).fresh(**fields)
+    other = torch.randint(64, (3, 12 if name == "bmojo" else 20))
     config = exporters.DynamoConfig(dynamic=True)
     given = {"input_ids": torch.randint(64, (2, 12)), "use_cache": False}
     program = exporters.DynamoExporter().export(model, given, config=config)

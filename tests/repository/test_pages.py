@@ -199,7 +199,7 @@ def reader(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         names = {"__name__": "__main__"}
-        if page in ("docs/evaluate.md", "docs/generate.md"):
+        if page in ("docs/evaluate.md", "docs/generate.md", "docs/publish.md"):
             trained("longhorn", "runs/longhorn-demo/model")
         if page == "docs/transformers-models.md":
             tiny("mamba2", vocab_size=259).save_pretrained("runs/mamba2-demo/model")

@@ -14,6 +14,7 @@ TOY = Path(__file__).parents[1] / "toy_family"
 FILES = ("pyproject.toml", "ssmzoo_toy/__init__.py", "ssmzoo_toy/modeling_toy.py")
 
 
+@pytest.mark.variant  # the families of plugins/ have all checks
 class TestToy(FamilyConformance):
     family = import_package(TOY / "ssmzoo_toy").FAMILY
 

@@ -547,9 +547,12 @@ def test_two_processes_score_bit_for_bit_as_one_does(together, capsys):
         json.loads((together / folder / "one-single.json").read_text())["results"]
         for folder in ("scores-of-one", "scores-of-two")
     )
+    alone = []
     for row in (*one, *two):
-        del row["reading"]  # each process reads what both need
+        reading = row.pop("reading")  # each process reads what both need
+        alone.append(reading["alone"])
     assert one == two
+    assert alone[: len(one)] == alone[len(one) :]  # of both processes
     assert {row["task"] for row in one} >= {"ssmzoo_recall_text", "ssmzoo_bits_per_byte"}
     assert all(row["n"] == 9 for row in one if row["task"] == "ssmzoo_recall_text")
     said = [(together / f"scored-{rank}.txt").read_text() for rank in (0, 1)]

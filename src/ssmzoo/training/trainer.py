@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from accelerate import Accelerator
+    from transformers import PreTrainedConfig
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class Run:
         require_ahead(recipe, recipe.train.total_steps, done)  # before the data is made ready
         source = self.source = processes.main_first(lambda: data_source(recipe))
         self.config = build_config(recipe.model, source.tokenizer, source.task)
-        self._require_pieces()
+        _require_pieces(recipe, self.config, processes)
         manifest = processes.on_main(lambda: source.prepare(folder.cache, folder.manifest()))
         share = {"rank": processes.reader, "world": processes.readers}
         self.data = source.open(folder.cache, manifest, **share)
@@ -126,22 +127,6 @@ class Run:
         recipe.train.micro_batch(processes.readers)  # fails where it is no whole number
         if recipe.log.curves:
             processes.on_main(require_curves)
-
-    def _require_pieces(self) -> None:
-        """Check that a model which reads rows in pieces can pass its states on."""
-        from ssmzoo.modeling import SSMConfig
-        from ssmzoo.modeling.sequence_parallel import require_passing
-
-        if self.processes.row is None:
-            return
-        if isinstance(self.config, SSMConfig):
-            require_passing(self.config)
-        elif self.recipe.model.stock:
-            raise ValueError(
-                "train.sequence_parallel must be 1 with --stock (model.stock), got "
-                f"{self.processes.pieces}: the states of rows in pieces go through ssmzoo's "
-                "kernels; leave out --stock"
-            )
 
     def go(self) -> None:
         """Train to the last step, write the model, and test it."""
@@ -359,6 +344,23 @@ class Run:
 
     def _title(self) -> str:
         return f"{self.config.model_type}, {self.learner.bare.num_parameters():,} parameters"
+
+
+def _require_pieces(recipe: Recipe, config: PreTrainedConfig, processes: Processes) -> None:
+    """Check that a model which reads rows in pieces can pass its states on."""
+    from ssmzoo.modeling import SSMConfig
+    from ssmzoo.modeling.sequence_parallel import require_passing
+
+    if processes.row is None:
+        return
+    if isinstance(config, SSMConfig):
+        require_passing(config)
+    elif recipe.model.stock:
+        raise ValueError(
+            "train.sequence_parallel must be 1 with --stock (model.stock), got "
+            f"{processes.pieces}: the states of rows in pieces go through ssmzoo's "
+            "kernels; leave out --stock"
+        )
 
 
 def _facts(run: Run) -> dict[str, Any]:
