@@ -109,7 +109,7 @@ class SSMLayer(nn.Module):
             mixed = mixed + read_backwards(
                 self.mixer, self.reverse, hidden_states, held, packing, more
             )
-        if state and not state.keys() & held.final.keys():
+        if state and state.keys() != held.final.keys():
             raise ValueError(
                 f"state must be one that this layer returned, of {', '.join(held.final)}, got "
                 f"{', '.join(state)}"
