@@ -16,7 +16,6 @@ from ssmzoo.modeling import (
     SSMForImageClassification,
     SSMForSequenceClassification,
     SSMForTokenClassification,
-    SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
 )
@@ -43,10 +42,10 @@ class HybridModel(HybridPreTrainedModel, SSMModel):
     """A hybrid's backbone."""
 
     @classmethod
-    def make_mixer(cls, config: HybridConfig, index: int) -> SSMMixer:
-        """Return the mixer of a layer, of its kind."""
+    def kind_of_layer(cls, config: HybridConfig, index: int) -> tuple[type[SSMModel], Any]:
+        """Return the backbone of a layer's family, and the configuration of its kind."""
         kind = config.kind(config.mixers[index])
-        return kind.model_class.make_mixer(kind.config, index)
+        return kind.model_class, kind.config
 
     def post_init(self) -> None:
         """Mark every module of a mixer with its kind, by which its parameters are drawn."""

@@ -68,9 +68,10 @@ class SSMModel(SSMPreTrainedModel):
         else:
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
+        kinds = [self.kind_of_layer(config, index) for index in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(
-            SSMBlock(config, self.make_mixer(config, index))
-            for index in range(config.num_hidden_layers)
+            SSMBlock(config, kind.mixer_class(own, index))
+            for index, (kind, own) in enumerate(kinds)
         )
         self.layers_built = len(self.layers)
         self.norm = make_norm(config) if config.prenorm else None
@@ -79,9 +80,12 @@ class SSMModel(SSMPreTrainedModel):
         self._tp_plan = self._split_parts()
 
     @classmethod
-    def make_mixer(cls, config: Any, index: int) -> SSMMixer:
-        """Return the mixer of a layer; a family whose layers have several kinds overrides this."""
-        return cls.mixer_class(config, index)
+    def kind_of_layer(cls, config: Any, index: int) -> tuple[type[SSMModel], Any]:
+        """Return the backbone whose mixer a layer has, and its configuration.
+
+        A family whose layers are of other families overrides this.
+        """
+        return cls, config
 
     def _split_parts(self) -> dict[str, str]:
         """Tell transformers what tensor parallelism splits: embedding and MLPs, but no mixer."""

@@ -44,6 +44,7 @@ class SSMLayer(nn.Module):
                 f"layer_idx must be in [0, {config.num_hidden_layers - 1}], got {layer_idx}; "
                 "num_hidden_layers is the number of layers"
             )
+        model_class, config = model_class.kind_of_layer(config, layer_idx)
         self.config = config
         self.mixer = model_class.mixer_class(config, layer_idx)
         self.reverse = second_mixer(self.mixer)
