@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssmzoo.evaluation import planner
 from ssmzoo.evaluation.planner import WIDER, WORTH, Limits, Request, plan, shares, tokens_alone
 
 MANY = 10**9
@@ -98,6 +99,61 @@ def test_with_room_for_states_little_is_read_again(requests):
 
 def text(rng, length):
     return tuple(rng.choices(range(256), k=length))
+
+
+def common(a, b):
+    """Count the first tokens that two sequences share."""
+    parting = (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(parting, min(len(a), len(b)))
+
+
+def least_recently_used(requests, states):
+    """Count the tokens that are read one request at a time, with so many states at hand.
+
+    They are of all places where requests part. The least recently used one makes room, but not that
+    which a new one is read from.
+    """
+    sequences = sorted(r.tokens[:-1] for r in requests)
+    held, count = [], 0  # the beginnings whose states are there, the latest last
+    for tokens in sequences:
+        parting = {common(tokens, other) for other in sequences}
+        at = max((h for h in held if tokens[: len(h)] == h), key=len, default=())
+        count += len(tokens) - len(at)
+        if at:
+            held.append(held.pop(held.index(at)))
+        for place in sorted(n for n in parting if n > len(at)):
+            if len(held) == states:
+                others = [h for h in held if h != at]
+                if not others:
+                    continue
+                held.remove(others[0])
+            at = tokens[:place]
+            held.append(at)
+    return count
+
+
+def branches(rng, depth, before):
+    """Requests that part again and again, none of which begins with another."""
+    found = []
+    for number in range(rng.choice((2, 2, 3, 5))):
+        begun = (*before, number, *rng.choices(range(9), k=rng.choice((5, 20, 60, 200))))
+        deeper = depth > 1 and rng.random() < 0.8
+        found += branches(rng, depth - 1, begun) if deeper else [Request((*begun, 0), 1)]
+    return found
+
+
+@pytest.mark.parametrize("states", [1, 2, 3])
+def test_a_bound_costs_no_more_than_dropping_the_least_recently_used_state(states, monkeypatch):
+    monkeypatch.setattr(planner, "WORTH", 1)
+    least = []
+    for seed in range(25):
+        rng = random.Random(seed)
+        requests = branches(rng, rng.choice((3, 4, 5)), (0,) * 50)
+        read = follow(requests, Limits(4, None, states, lambda seen: 1)).read
+        other = least_recently_used(requests, states)
+        assert read <= other
+        least.append(read / other)
+    assert min(least) < 0.7
 
 
 def test_examples_contexts_and_answers_are_each_read_once():

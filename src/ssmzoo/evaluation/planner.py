@@ -5,8 +5,13 @@ number of bytes.
 
 1. The tokens of all requests form a prefix tree. A node is where requests part, or where one ends.
 2. A node whose state would save fewer than ``WORTH`` tokens goes: its tokens are read again.
-3. The tree is read depth first, a batch of nodes at a time. The states of a batch are kept until
-   all that goes on from them is read. Where they do not fit into the memory, the nodes go too.
+3. Where the states of a node and of those below it do not fit into the memory together, children
+   go on from a node further above and read the tokens between again: those for which that makes
+   the fewest tokens in all. So states are chosen before anything is read, by what they save. To
+   drop the least recently used one reads more, but for chains of many requests that begin with
+   one another, in which each state could make room for the next.
+4. The tree is read depth first, a batch of nodes at a time. The states of a batch are kept until
+   all that goes on from them is read, and dropped then.
 """
 
 from __future__ import annotations
@@ -133,6 +138,8 @@ class _Node:
     end: int
     children: list[_Node] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # requests of which no more is read
+    below: float = 0.0  # most bytes of states that are kept together below its own
+    tokens: int = 0  # tokens of all nodes below, each read once
 
 
 @dataclass(frozen=True)
@@ -198,6 +205,7 @@ def plan(requests: Sequence[Request], limits: Limits) -> ReadPlan:
     """
     root = _tree(requests)
     _prune(root)
+    _fit(root, limits)
     return ReadPlan(tuple(_batches(root, requests, limits)))
 
 
@@ -305,6 +313,68 @@ def _prune(root: _Node) -> None:
         parent.children = children
 
 
+def _fit(root: _Node, limits: Limits) -> None:
+    """Let children go on from nodes further above where the states do not fit together.
+
+    With the nearest kept state at ``begin`` and so much room for others, a node and all below it
+    take the fewest tokens if each of its children takes the cheaper of two: to go on from the
+    node's state, with less room, or from ``begin``. The node itself is read if any goes on from it.
+    """
+    _measure(root, limits)
+    if root.below <= limits.memory:
+        return
+    cases = dict.fromkeys((child, 0, limits.memory) for child in root.children)
+    order = [*cases]
+    for node, begin, room in order:  # all cases of a node before those of its children
+        left = room - limits.state_bytes(node.end)
+        if node.below > left:
+            for child in node.children:
+                for case in ((child, begin, room), (child, node.end, left)):
+                    if case[2] >= 0 and case not in cases:
+                        cases[case] = None
+                        order.append(case)
+    tokens: dict[tuple[_Node, int, float], int] = {}
+    lifted: dict[tuple[_Node, int, float], list[_Node]] = {}
+    for case in reversed(order):
+        node, begin, room = case
+        own, left = node.end - begin, room - limits.state_bytes(node.end)
+        lifted[case] = []
+        if node.below <= left or not node.children:
+            tokens[case] = own + node.tokens
+            continue
+        above = [tokens[child, begin, room] for child in node.children]
+        behind = [tokens.get((child, node.end, left), math.inf) for child in node.children]
+        best = sum(map(min, above, behind)) + own
+        alone = sum(above) + (own if node.last else 0)
+        if alone <= best:
+            tokens[case], lifted[case] = alone, node.children
+        else:
+            tokens[case] = int(best)
+            pairs = zip(node.children, above, behind, strict=True)
+            lifted[case] = [child for child, a, b in pairs if a < b]
+    parents: list[tuple[_Node, float]] = [(root, limits.memory)]
+    for parent, room in parents:
+        asked, parent.children = parent.children, []
+        for node in asked:
+            up = set(lifted.get((node, parent.end, room), ()))
+            asked += [child for child in node.children if child in up]
+            node.children = [child for child in node.children if child not in up]
+            if node.children or node.last:
+                parent.children.append(node)
+                parents.append((node, room - limits.state_bytes(node.end)))
+    _measure(root, limits)
+
+
+def _measure(root: _Node, limits: Limits) -> None:
+    """Count the tokens below each node, and the states that are kept together there."""
+    for node in reversed(_walk(root)):  # from the leaves on
+        node.below = node.tokens = 0
+        for child in node.children:
+            own = limits.state_bytes(child.end) if child.children else 0
+            node.below = max(node.below, own + child.below)
+            node.tokens += child.end - node.end + child.tokens
+
+
 def _apart(node: _Node) -> list[_Node]:
     """Return the nodes that take a node's place where its state is not kept."""
     own = [_Node(node.request, node.end, last=node.last)] if node.last else []
@@ -330,8 +400,8 @@ def _batches(root: _Node, requests: Sequence[Request], limits: Limits) -> Iterat
 def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits) -> list[_Group]:
     """Return the batches that go on from one batch of ``seen`` columns, the last to be read first.
 
-    A batch of kept states takes at most half of the memory that is left, so that deeper ones find
-    room, or one row.
+    A batch of kept states takes at most half of the memory that is left, and what deeper ones need
+    is left, but it has at least a row.
     """
     left = limits.memory - held
     kept: list[_Row] = []
@@ -347,7 +417,10 @@ def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits
     # shorter rows are padded to the longest
     columns = seen + max((row.length for row in others + kept), default=0)
     size = limits.state_bytes(columns)
-    room = int(left / 2 / size) if size else WIDER * limits.rows
+    deeper = max((row.node.below for row in kept), default=0)
+    room = keeps = WIDER * limits.rows
+    if size:
+        room, keeps = int(left / 2 / size), int((left - deeper) / size)
     most, tokens = limits.rows, limits.tokens
     if depth:
         most = max(most, min(WIDER * most, room))
@@ -358,7 +431,7 @@ def _groups(rows: list[_Row], depth: int, seen: int, held: float, limits: Limits
         _Group(depth, False, part, seen, held)
         for part in cut_into_batches(others, length, most, tokens)
     ]
-    for part in cut_into_batches(kept, length, min(most, max(1, room)), tokens):
+    for part in cut_into_batches(kept, length, max(1, min(most, room, keeps)), tokens):
         columns = seen + part[0].length
         held_then = held + len(part) * limits.state_bytes(columns)
         groups.append(_Group(depth, True, part, columns, held_then))
