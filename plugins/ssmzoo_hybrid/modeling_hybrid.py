@@ -5,7 +5,7 @@ parameters are drawn as that family draws them. What layers of a kind share in a
 not see.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,17 +44,13 @@ class HybridModel(HybridPreTrainedModel, SSMModel):
 
     @classmethod
     def make_mixer(cls, config: HybridConfig, index: int) -> SSMMixer:
-        """Return the mixer of a layer, of its kind."""
-        kind = config.kind(config.mixers[index])
-        return kind.model_class.make_mixer(kind.config, index)
-
-    def post_init(self) -> None:
-        """Mark every module of a mixer with its kind, by which its parameters are drawn."""
-        for kind, layer in zip(self.config.mixers, cast(Any, self.layers), strict=True):
-            for mixer in (layer.mixer, layer.reverse):  # the second one in both directions
-                for module in () if mixer is None else mixer.modules():
-                    vars(module)["hybrid_kind"] = kind
-        super().post_init()
+        """Return the mixer of a layer, each of whose modules knows its kind, to be drawn by it."""
+        name = config.mixers[index]
+        kind = config.kind(name)
+        mixer = kind.model_class.make_mixer(kind.config, index)
+        for module in mixer.modules():
+            vars(module)["hybrid_kind"] = name
+        return mixer
 
     def _states(self, *args: Any) -> list[LayerState]:
         """Return what each layer starts from, and what all layers of a kind share."""
