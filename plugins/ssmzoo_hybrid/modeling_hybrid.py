@@ -5,7 +5,7 @@ parameters are drawn as that family draws them. What layers of a kind share in a
 not see.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn

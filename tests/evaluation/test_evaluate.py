@@ -248,6 +248,16 @@ def test_even_chances_cost_eight_bits_a_byte_and_nothing_for_special_tokens(mode
     assert row["settings"]["window"] == 2048
 
 
+@pytest.mark.parametrize("window", range(4, 10))
+def test_windows_cut_no_character_in_two(window, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("aä€🙂" * 9, encoding="utf-8")
+    pieces = text_documents(text=str(text), window=window)["test"]["text"]
+    assert sorted("".join(pieces)) == sorted("aä€🙂" * 9)
+    _, *others = sorted(len(piece.encode()) for piece in pieces)  # the last is the shortest
+    assert all(window - 4 < length <= window for length in others)
+
+
 def test_bits_per_byte_is_the_models_own_loss_over_the_windows(models, tmp_path):
     text = tmp_path / "text"
     text.mkdir()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -221,6 +222,14 @@ def test_a_call_that_finds_no_memory_is_repeated_with_fewer_rows(monkeypatch):
 def test_bad_arguments_are_one_clear_error(options, message):
     with pytest.raises(ValueError, match=message):
         ours(zoo("longhorn"), **options)
+
+
+def test_a_mistyped_argument_is_named_with_a_suggestion(saved):
+    from ssmzoo.evaluation import SharedPrefixLM
+
+    message = "takes an argument 'state_memroy'; did you mean 'state_memory'?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SharedPrefixLM(str(saved / "model"), state_memroy=3)
 
 
 def test_blanks_alone_are_no_context():

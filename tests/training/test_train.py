@@ -117,6 +117,9 @@ def test_a_run_writes_its_files_and_a_model_that_loads(whole):
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     assert model.config.vocab_size == len(tokenizer) == 259
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 258
+    for folder in ("model", "checkpoints/step-00000009"):
+        generation = json.loads((whole / folder / "generation_config.json").read_text())
+        assert generation["eos_token_id"] == 258
     ids = model.generate(**tokenizer("ant bee", return_tensors="pt"), max_new_tokens=3)
     assert ids.shape[1] >= 8
     assert_model_of_step(whole, 12)

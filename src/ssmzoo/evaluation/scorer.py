@@ -8,12 +8,15 @@ Importing this module imports lm-eval, torch and transformers; ``evaluate`` does
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import ssmzoo.auto  # noqa: F401  # a model may be given by its folder
 from ssmzoo.data.tokenizer import is_byte_tokenizer
 from ssmzoo.environment.hardware import usable_device
+from ssmzoo.environment.messages import suggestion
 from ssmzoo.evaluation.answers import Answers
 from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
 from ssmzoo.evaluation.planner import Request, Tokens, batch_limits, memory_limit
@@ -87,17 +91,18 @@ class SharedPrefixLM(HFLM):
         self._latest = functools.lru_cache(maxsize=2)(self._encode)
         rows, tokens = batch_limits(batch_size)
         self._memory = memory_limit(state_memory)
-        super().__init__(
-            pretrained=pretrained,
-            tokenizer=tokenizer,
-            batch_size=rows,
-            **{
-                "backend": "causal",
-                "softmax_dtype": "float32",
-                "device": str(usable_device(None)),
-                **options,
-            },
-        )
+        with _unknown_arguments():
+            super().__init__(
+                pretrained=pretrained,
+                tokenizer=tokenizer,
+                batch_size=rows,
+                **{
+                    "backend": "causal",
+                    "softmax_dtype": "float32",
+                    "device": str(usable_device(None)),
+                    **options,
+                },
+            )
         self._reads_bytes = is_byte_tokenizer(self.tokenizer)
         if isinstance(pretrained, str):
             choose_kernels(self.model, stock)
@@ -373,6 +378,23 @@ class Prompt:
     def arguments(self) -> tuple[str, dict[str, Any]]:
         """Return the arguments of a request, as lm-eval gives them."""
         return self.context, json.loads(self.options)
+
+
+@contextlib.contextmanager
+def _unknown_arguments() -> Iterator[None]:
+    """Turn transformers' error of an argument that nothing takes into a ValueError."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        known = {**signature(SharedPrefixLM).parameters, **signature(HFLM).parameters}
+        name = unknown[1]
+        raise ValueError(
+            f"neither ssmzoo, lm-eval nor the model takes an argument {name!r}"
+            f"{suggestion(name, known)}"
+        ) from None
 
 
 def _request(context: list[int], continuation: list[int], window: int) -> Request:
