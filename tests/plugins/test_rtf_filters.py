@@ -50,7 +50,7 @@ def impulse_response(a, b, d, length):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize(
     ("order", "grid"),
-    [(1, 128), (2, 128), (64, 128), (127, 128), (64, 2048), (1024, 2048), (2047, 2048)],
+    [(1, 128), (2, 128), (64, 128), (127, 128), (64, 2048), (2047, 2048)],
 )
 def test_steps_with_the_deployed_numerator_give_the_trained_kernel(order, grid, dtype, tolerance):
     a, b = stable(order, dtype=dtype)
