@@ -36,6 +36,7 @@ class LinearAttentionConfig(SSMConfig):
             those that share keys ("gated_group").
         out_gate: The activation of the output's gate.
         gate_rank: Rank of the gate's projection; None: full.
+        gate_bias: Whether a gate of low rank has a bias.
     """
 
     model_type = "ssmzoo_linear_attention"
@@ -62,6 +63,7 @@ class LinearAttentionConfig(SSMConfig):
     out_norm: Literal["none", "head", "gated", "gated_group"] = "head"
     out_gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
+    gate_bias: bool = False
 
     def check(self) -> None:
         """Check that sizes are at least 1, and that the fields fit each other."""
@@ -78,6 +80,7 @@ class LinearAttentionConfig(SSMConfig):
             ("gate_logit_normalizer", "decay 'scalar' or 'channel'", tau is None or depends),
             ("decay_rank", "decay 'scalar' or 'channel'", self.decay_rank is None or depends),
             ("gate_rank", "an out_gate", self.gate_rank is None or self.out_gate != "none"),
+            ("gate_bias", "gate_rank", not self.gate_bias or self.gate_rank is not None),
             ("out_norm", "out_gate 'silu'", not self.norms_gated or self.out_gate == "silu"),
             ("conv_bias", "d_conv", not self.conv_bias or self.d_conv is not None),
             ("delta_rule", "feature_map 'silu_l2'", not self.delta_rule or unit),

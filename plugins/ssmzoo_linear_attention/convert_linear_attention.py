@@ -1,7 +1,7 @@
-"""Convert checkpoints to and from the names of flash-linear-attention (fla).
+"""Convert checkpoints to and from the names of flash-linear-attention (fla) and of Kimi Linear.
 
-Its RetNet, GLA, DeltaNet and gated DeltaNet, with their ``config.json``; a field of it that our
-layer cannot express is refused before a weight is looked at. A null counts as left out.
+With their ``config.json``; a field of it that our layer cannot express is refused before a weight
+is looked at. A null counts as left out. Mamba2 is in ``convert_mamba2.py``.
 """
 
 import json
@@ -10,21 +10,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ssmzoo.modeling import check_weights
 
+from . import convert_mamba2
 from .configuration_linear_attention import LinearAttentionConfig
 from .modeling_linear_attention import LinearAttentionForCausalLM
 
 _ADDITIVE = {"feature_map": "identity", "delta_rule": False, "beta": "none"}
-# our fields of fla's models, by their model_type; each has another decay
+# our fields of fla's models and Kimi's, by their model_type
 _MODELS: dict[str, dict[str, Any]] = {
     "retnet": {**_ADDITIVE, "decay": "fixed", "rotary": True, "d_conv": None},
     "gla": {**_ADDITIVE, "decay": "channel", "decay_rank": 16, "gate_logit_normalizer": 16.0},
     "delta_net": {"decay": "none"},
     "gated_deltanet": {"decay": "scalar"},
+    "kda": {"decay": "channel", "out_gate": "sigmoid", "gate_bias": True},
+    "kimi_linear": {"decay": "channel", "out_gate": "sigmoid"},
+    "linear_attn": {**_ADDITIVE, "decay": "none", "d_conv": None, "out_gate": "none"},
 }
+_FEATURES = {("identity", False), ("elu", True)}  # linear_attn's that ours has
+_GROUPED = ("gated_deltanet", "kda")  # may have more heads of values than of keys
+# Kimi's names, from which its A_log differs in shape, too
+_KIMI = (
+    ("model.embeddings.", "model.embed_tokens."),
+    (".attn_norm.", ".input_layernorm."),
+    (".mlp_norm.", ".post_attention_layernorm."),
+    (".attn.f_proj.0.", ".attn.f_a_proj."),
+    (".attn.f_proj.1.", ".attn.f_b_proj."),
+    (".attn.g_proj.0.", ".attn.g_a_proj."),
+    (".attn.g_proj.1.", ".attn.g_b_proj."),
+    (".attn.", ".self_attn."),
+)
+_EMBEDDING = "model.embed_tokens.weight"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BACKBONE = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
 # fields of theirs that change no output, and the values that others must have
@@ -33,11 +51,13 @@ _IDLE = {
     *("auto_map", "torch_dtype", "use_cache"),
     *("attn_mode", "chunk_size", "initializer_range", "max_position_embeddings", "use_l2warp"),
     *("fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy"),
+    "tie_feature_map_qk",  # of those that are learned
     "share_conv_kernel",  # would show in the weights
 }
 _NEEDED = {
     **dict.fromkeys(("elementwise_affine", "use_beta", "use_output_norm", "use_gk"), (True,)),
-    **dict.fromkeys(("use_short_conv", "use_gv", "norm_first"), (False,)),
+    **dict.fromkeys(("use_short_conv", "use_gv", "norm_first", "safe_gate"), (False,)),
+    **dict.fromkeys(("norm_q", "norm_k"), (False,)),
     **{"hidden_act": ("swish", "silu"), "qk_norm": ("l2",), "qk_activation": ("silu",)},
 }
 
@@ -45,26 +65,32 @@ _NEEDED = {
 def from_official(
     state_dict: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], LinearAttentionConfig]:
-    """Translate weights by fla's names, and its configuration, into ours; some share memory.
+    """Translate weights by other codes' names, and a configuration, into ours; some share memory.
 
     Raises:
-        LookupError: It is none of those models, or a field or a weight is missing, or unknown.
+        LookupError: It is none of their models, or a field or a weight is missing, or unknown.
         TypeError: A size is no number.
         ValueError: Our layer has nothing for a field, a shape contradicts the configuration, or
             ``tie_word_embeddings`` is true and the head differs from the embedding.
     """
+    if convert_mamba2.is_mamba2(config):
+        return convert_mamba2.from_official(state_dict, config)
     ours = _configuration(config)
     with torch.device("meta"):
-        plan = _parts(LinearAttentionForCausalLM(ours).state_dict(), ours)
+        blank = LinearAttentionForCausalLM(ours).state_dict()
+        plan = _parts(blank, ours)
     theirs = _as_now(state_dict, ours)
-    tied = theirs.get("model.embeddings.weight") if ours.tie_word_embeddings else None
+    (embedding,) = plan[_EMBEDDING]
+    tied = theirs.get(embedding) if ours.tie_word_embeddings else None
     if tied is not None and not theirs.setdefault("lm_head.weight", tied).equal(tied):
         raise ValueError("tie_word_embeddings must be false: lm_head.weight is not the embedding")
-    check_weights("a checkpoint of fla", theirs, LinearAttentionForCausalLM, ours, to_official)
+    check_weights(
+        f"a {config['model_type']}", theirs, LinearAttentionForCausalLM, ours, to_official
+    )
     weights = {}
     for own, names in plan.items():
         first, *others = (theirs[name] for name in names)
-        weights[own] = torch.cat([first, *others]) if others else first
+        weights[own] = torch.cat([first, *others]) if others else first.view(blank[own].shape)
     return weights, ours
 
 
@@ -77,6 +103,8 @@ def _as_now(state_dict: dict[str, Tensor], ours: LinearAttentionConfig) -> dict[
         if ours.decay == "scalar" and name.endswith(".attn.D"):  # in early ones, but never read
             continue
         usual = re.sub(r"\.g_norm(_swish_gate)?\.", norm, name)
+        # transformers writes so what Kimi publishes otherwise
+        usual = usual.replace(".block_sparse_moe.", ".mlp.")
         if ours.delta_rule:
             usual = usual.replace(".attn.norm.", ".attn.o_norm.")
         name = name if usual in state_dict else usual
@@ -89,47 +117,62 @@ def _as_now(state_dict: dict[str, Tensor], ours: LinearAttentionConfig) -> dict[
 
 
 def to_official(state_dict: dict[str, Tensor], config: LinearAttentionConfig) -> dict[str, Tensor]:
-    """Translate our weights into fla's names, the head included.
+    """Translate our weights into other codes' names, the head included.
+
+    Mamba2 goes to state-spaces' names, KDA whose gate has no bias to Kimi's, the others to fla's.
 
     Raises:
-        ValueError: The model is none of those of fla.
+        ValueError: The model is none of theirs.
     """
-    parts = _parts(state_dict, config).values()
-    theirs = {name: tensor for part in parts for name, tensor in part.items()}
-    return {"lm_head.weight": theirs["model.embeddings.weight"], **theirs}
+    if config.beta == "dt":
+        return convert_mamba2.to_official(state_dict, config)
+    parts = _parts(state_dict, config)
+    theirs = {name: tensor for part in parts.values() for name, tensor in part.items()}
+    return {"lm_head.weight": state_dict[_EMBEDDING], **theirs}
 
 
 def _configuration(config: dict[str, Any]) -> LinearAttentionConfig:
     left = {name: value for name, value in config.items() if value is not None}
     kind = str(left.pop("model_type", None))
     if kind not in _MODELS:
-        raise LookupError(f"config must have a model_type of {', '.join(_MODELS)}, got {kind}")
+        kinds = ", ".join([*_MODELS, "mamba2"])
+        raise LookupError(
+            f"config must have a model_type of {kinds}, or an ssm_cfg of layer Mamba2, got {kind}"
+        )
+    left = _as_kda(left) if kind == "kimi_linear" else left
     for name in ("hidden_size", "num_heads", "head_dim", "expand_k", "expand_v", "hidden_ratio"):
         if not isinstance(left.get(name, 0), int | float):
             raise TypeError(f"{name} must be a number, got {left[name]!r}")
-    grouped, delta = kind == "gated_deltanet", "delta" in kind
+    sized, additive = kind in (*_GROUPED, "kimi_linear"), "delta_rule" in _MODELS[kind]
     try:
         width, heads, expand = left.pop("hidden_size"), left.pop("num_heads"), left.pop("expand_v")
-        if grouped:
+        if sized:
             key, value = left["head_dim"], int(left.pop("head_dim") * expand)
         else:
             key, value = (int(width * x) // max(heads, 1) for x in (left.pop("expand_k"), expand))
         inner = 256 * -(-int(width * left.pop("hidden_ratio", 4) * 2 / 3) // 256)
-        taps, convolved = left.pop("conv_size", 4), kind != "retnet" and left.pop("use_short_conv")
+        taps = left.pop("conv_size", 4)
+        convolved = kind not in ("retnet", "linear_attn") and left.pop("use_short_conv")
+        fields = _fields(kind, taps if convolved else None, value)
+        if kind == "linear_attn":
+            normed = left.pop("norm_feature_map", False)
+            fields["feature_map"] = _feature_map(left.pop("feature_map"), normed)
+        elif "out_gate" not in fields:
+            gated = left.pop("use_output_gate" if additive else "use_gate")
+            fields["out_gate"] = "silu" if gated else "none"
         ours = LinearAttentionConfig(
-            **_fields(kind, taps if convolved else None),
+            **fields,
             **{name: left.pop(name) for name in ("num_hidden_layers", "vocab_size")},
             **{name: left.pop(name, None) for name in _TOKENS},
             hidden_size=width,
             intermediate_size=left.pop("intermediate_size", inner),
             rms_norm_eps=left.pop("norm_eps"),
             tie_word_embeddings=left.pop("tie_word_embeddings", False),
-            num_heads=left.pop("num_v_heads", heads) if grouped else heads,
-            num_key_heads=heads if grouped else None,
+            num_heads=left.pop("num_v_heads", heads) if sized else heads,
+            num_key_heads=heads if sized else None,
             head_k_dim=key,
             head_v_dim=value,
-            beta_scale=2.0 if delta and left.pop("allow_neg_eigval", False) else 1.0,
-            out_gate="silu" if left.pop("use_gate" if delta else "use_output_gate") else "none",
+            beta_scale=2.0 if not additive and left.pop("allow_neg_eigval", False) else 1.0,
         )
     except KeyError as error:
         raise LookupError(f"config of a {kind} must have {error}") from None
@@ -143,59 +186,111 @@ def _configuration(config: dict[str, Any]) -> LinearAttentionConfig:
     return ours
 
 
-def _fields(kind: str, taps: int | None) -> dict[str, Any]:
-    """Return our fields of a model of fla with or without short convolutions."""
+def _as_kda(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a Kimi Linear, all of KDA, as fla has it of a KDA."""
+    known = CONFIG_MAPPING["kimi_linear"](**config)
+    for name, only in (("layer_types", "linear_attention"), ("mlp_layer_types", "dense")):
+        if others := sorted({*getattr(known, name)} - {only}):
+            raise ValueError(
+                f"{name} of a kimi_linear must be {only} in every layer to convert, got {others}"
+            )
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "hidden_act")
+    left = {name: getattr(known, name) for name in (*names, "tie_word_embeddings", *_TOKENS)}
+    left |= {"num_heads": known.linear_num_heads, "head_dim": known.linear_head_dim}
+    left |= {"conv_size": known.linear_conv_kernel_dim, "norm_eps": known.rms_norm_eps}
+    return {**left, "expand_v": 1, "use_short_conv": True}
+
+
+def _feature_map(name: str, normed: bool) -> str:
+    """Return ours of a linear_attn's feature map, whose outputs may be ``normed`` by its sums."""
+    if (name, normed) not in _FEATURES:
+        raise ValueError(
+            "feature_map of a linear_attn must be 'elu' with norm_feature_map, or 'identity' "
+            f"without it, to convert, got {name!r} and {normed}"
+        )
+    return name
+
+
+def _fields(kind: str, taps: int | None, value: int) -> dict[str, Any]:
+    """Return our fields of a model of theirs with or without short convolutions."""
     fields = {"mlp_type": "swiglu", "d_conv": taps, **_MODELS[kind]}
+    if kind in ("kda", "kimi_linear"):  # the size of a head's value
+        fields |= {"decay_rank": value, "gate_rank": value}
     return {**fields, "feature_map": "silu"} if kind == "gla" and taps else fields
 
 
 def _model_type(config: LinearAttentionConfig) -> str:
-    """Return which of fla's models a configuration of ours is."""
-    kind = next(kind for kind, fields in _MODELS.items() if fields["decay"] == config.decay)
+    """Return which of their models a configuration of ours is."""
+    lacks = {kind: _lacking(kind, config) for kind in _MODELS}
+    nearest = min(lacks, key=lambda kind: len(lacks[kind]))
+    if lacks[nearest]:
+        raise ValueError(
+            f"config must be of a model that converts ({', '.join(_MODELS)}), "
+            f"whose {nearest} has no {', '.join(lacks[nearest])}"
+        )
+    return nearest
+
+
+def _lacking(kind: str, config: LinearAttentionConfig) -> list[str]:
+    """Return the fields of a configuration that one of their models cannot have."""
     names = (*LinearAttentionConfig.__annotations__, *_BACKBONE)
     want = {name: getattr(LinearAttentionConfig, name) for name in names}
     free = ("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
     want |= {name: getattr(config, name) for name in free}
-    want["key_heads"] = config.key_heads if kind == "gated_deltanet" else config.num_heads
+    want["key_heads"] = config.key_heads if kind in _GROUPED else config.num_heads
     want["beta_scale"] = 1.0 if config.beta_scale <= 1 else 2.0
     want["out_gate"] = "none" if config.out_gate == "none" else "silu"
     want["intermediate_size"] = config.intermediate_size or 0
-    want |= _fields(kind, config.d_conv)
-    others = [f"{n}={getattr(config, n)!r}" for n, v in want.items() if getattr(config, n) != v]
-    if others:
-        raise ValueError(
-            f"config must be of a model of fla ({', '.join(_MODELS)}), "
-            f"whose {kind} has no {', '.join(others)}"
-        )
-    return kind
+    want |= _fields(kind, config.d_conv, config.head_v_dim)
+    if kind == "linear_attn" and config.feature_map == "elu":
+        want["feature_map"] = config.feature_map
+    if kind == "kimi_linear":
+        want |= {"head_v_dim": config.head_k_dim, "beta_scale": 1.0, "d_conv": config.d_conv or 4}
+    return [f"{n}={getattr(config, n)!r}" for n, v in want.items() if getattr(config, n) != v]
 
 
 def _parts(
     weights: dict[str, Tensor], config: LinearAttentionConfig
 ) -> dict[str, dict[str, Tensor]]:
-    """Return, by our names, the tensors by fla's names that make up each of ours."""
+    """Return, by our names, the tensors by their names that make up each of ours."""
     kind, heads = _model_type(config), config.num_heads
     keys, values = config.key_heads * config.head_k_dim, heads * config.head_v_dim
+    decays, gates = {"gla": "gk_proj"}.get(kind, "f_proj"), values * (config.out_gate != "none")
     rows = {"q_proj": keys, "k_proj": keys, "v_proj": values}
     convolved = {f"attn.{name[0]}_conv1d.weight": count for name, count in rows.items()}
-    rows |= {"gk_proj.0": config.decay_rank or 0, "a_proj": heads * (config.decay == "scalar")}
-    rows |= {"b_proj": heads * config.delta_rule, "g_proj": values * (config.out_gate == "silu")}
+    rows |= {f"{decays}.0": config.decay_rank or 0, "a_proj": heads * (config.decay == "scalar")}
+    rows |= {"b_proj": heads * config.delta_rule}
+    rows |= {"g_proj.0": config.gate_rank} if config.gate_rank else {"g_proj": gates}
     projected = {f"attn.{name}.weight": count for name, count in rows.items() if count}
     stacked = {"mixer.conv1d.weight": convolved, "mixer.in_proj.weight": projected}
     norm = "g_norm" if config.out_gate == "none" else "g_norm_swish_gate"
+    norm = "o_norm" if config.delta_rule else "norm" if kind == "linear_attn" else norm
     renamed = {
-        "model.embed_tokens.weight": "model.embeddings.weight",
+        _EMBEDDING: "model.embeddings.weight",
         "norm.weight": "attn_norm.weight",
-        "mixer.decay_proj.weight": "attn.gk_proj.1.weight",
+        "mixer.decay_proj.weight": f"attn.{decays}.1.weight",
         "mixer.dt_bias": "attn.gk_proj.1.bias" if kind == "gla" else "attn.dt_bias",
         "mixer.A_log": "attn.A_log",
-        "mixer.out_norm.weight": f"attn.{'o_norm' if config.delta_rule else norm}.weight",
+        "mixer.gate_proj.weight": "attn.g_proj.1.weight",
+        "mixer.gate_proj.bias": "attn.g_proj.1.bias",
+        "mixer.out_norm.weight": f"attn.{norm}.weight",
         "mixer.out_proj.weight": "attn.o_proj.weight",
     }
     parts = {}
     for own, tensor in weights.items():
         name = re.sub(r"^model\.layers\.\d+\.", "", own)
         counts = stacked.get(name, {renamed.get(name, name): tensor.shape[0]})
-        pieces = tensor.split(list(counts.values()))
-        parts[own] = {own.removesuffix(name) + n: x for n, x in zip(counts, pieces, strict=True)}
+        names = [own.removesuffix(name) + theirs for theirs in counts]
+        if kind == "kimi_linear":
+            names = [_kimi(theirs) for theirs in names]
+            tensor = tensor.view(1, 1, -1, 1) if name == "mixer.A_log" else tensor
+        pieces = [tensor] if len(names) == 1 else tensor.split(list(counts.values()))
+        parts[own] = dict(zip(names, pieces, strict=True))
     return parts
+
+
+def _kimi(name: str) -> str:
+    """Return Kimi's name of a weight of fla's KDA."""
+    for theirs, kimi in _KIMI:
+        name = name.replace(theirs, kimi)
+    return name

@@ -72,7 +72,7 @@ class LinearAttentionMixer(SSMMixer):
         taps, bias = config.d_conv, config.conv_bias
         self.conv1d = CausalConv1d(self.splits[0], taps, bias, self.activation) if taps else None
         self.decay_proj = Linear(low, decays, bias=False) if low else None
-        self.gate_proj = Linear(gate_low, gates, bias=False) if gate_low else None
+        self.gate_proj = Linear(gate_low, gates, config.gate_bias) if gate_low else None
         rates = heads if decays and config.gate_logit_normalizer is None else 0
         self.A_log = nn.Parameter(torch.empty(rates)) if rates else None
         self.dt_bias = nn.Parameter(torch.empty(decays)) if decays else None

@@ -212,7 +212,8 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
     if config["decay_rank"]:
         a = a @ weights[prefix + "decay_proj.weight"].T
     if config["gate_rank"]:
-        g = g @ weights[prefix + "gate_proj.weight"].T
+        bias = weights[prefix + "gate_proj.bias"] if config["gate_bias"] else 0.0
+        g = g @ weights[prefix + "gate_proj.weight"].T + bias
     if decays:
         a = a + weights[prefix + "dt_bias"]
     out = np.zeros((len(x), H * V))
