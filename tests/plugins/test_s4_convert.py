@@ -168,16 +168,19 @@ def test_a_classifier_goes_in_and_back_with_its_scores(name):
 def test_c_of_a_long_kernel_is_solved_for_in_float64():
     case = {**FOUR, "truncated": 1000}
     source = official(case)
-    weights, _ = from_official(
-        {
-            name: x.float() if x.is_floating_point() else x
-            for name, x in as_saved(source, case).items()
-        },
-        {"pooling": "mean", "dt_transform": "exp"},
-    )
-    got, expected = weights["model.layers.1.mixer.C"], source["model.layers.1.layer.layer.kernel.C"]
+    for name in source:  # so slow that half of a state is left after 1,000 taps
+        if name.endswith("A_real"):
+            source[name] = torch.full_like(source[name], -6.0)
+        source[name] = source[name] * 0.01 if name.endswith("kernel.P") else source[name]
+    saved = {
+        n: x.float() if x.is_floating_point() else x for n, x in as_saved(source, case).items()
+    }
+    weights, _ = from_official(saved, {"pooling": "mean", "dt_transform": "exp"})
+    name = "model.layers.1.layer.layer.kernel.C"
+    got, expected = weights["model.layers.1.mixer.C"], source[name][0]
     assert got.dtype == torch.float32
-    assert (got - expected[0]).abs().max() <= 1e-6 * expected.abs().max()
+    assert (saved[name][0] - expected).abs().max() > 0.1 * expected.abs().max()
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 SAVED = as_saved(official(FOUR), FOUR)
