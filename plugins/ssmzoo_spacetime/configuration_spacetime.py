@@ -18,6 +18,8 @@ class SpaceTimeConfig(SSMForecastingConfig):
         block: The layers after the filter: "mlp" is the paper's, GELU, a linear layer and a skip;
             "glu" a GLU of twice that layer, as in RTF's comparison.
         kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
+        raw_start: The state that a forecast starts from has B itself, as in the authors' code, and
+            not B divided by its 1-norm as everywhere else in the decoder.
         preprocess: The first layer sees differences and residuals of moving averages.
     """
 
@@ -26,6 +28,7 @@ class SpaceTimeConfig(SSMForecastingConfig):
     n_kernels: int | None = None
     block: Literal["mlp", "glu"] = "mlp"
     kernel_init: Literal["normal", "xavier"] = "normal"
+    raw_start: bool = False
     preprocess: bool = False
 
     def check(self) -> None:
