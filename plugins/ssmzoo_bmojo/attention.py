@@ -19,6 +19,7 @@ from ssmzoo.modeling import (
     Sequences,
     State,
     UnservedError,
+    attend,
     recurrent,
     rotated,
 )
@@ -101,17 +102,19 @@ class BMojoAttention(nn.Module):
 
         The state is ``seen [B]``, ``keys_ring`` and ``values_ring [B, w, G, d]``, with position p
         in slot ``p % w``, and, with memories, ``outputs [B, max(k, m_f), D]``, ``fading_*``,
-        ``eidetic_*``, ``scores`` of the open chunk. Without a window ``keys`` and ``values`` of all
-        tokens, the newest last.
+        ``eidetic_*``, ``scores`` of the open chunk. Without a window it is that of ``attend``.
         """
         shape = tokens.shape[:2]
         call = self._call(tokens, state, packing)
         turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
         q = self._rotated(self.q_proj(tokens).view(call.tokens, self.heads, self.size), turns)
         k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
-        names = ("keys", "values") if self.window is None else ("keys_ring", "values_ring")
+        q, keys, values = (by_sequence(x, shape) for x in (q, k, v))
+        if self.window is None:
+            return self.o_proj(attend(q, keys, values, state, packing).flatten(2))
+        names = ("keys_ring", "values_ring")
         held = past = state.get(names[0]), state.get(names[1])
-        if self.window is not None and held[0] is not None and held[1] is not None:
+        if held[0] is not None and held[1] is not None:
             past = unrolled(call, held[0]), unrolled(call, held[1])
         options: dict[str, Any] = {}
         if self.offset and outputs is not None:
@@ -121,13 +124,11 @@ class BMojoAttention(nn.Module):
         if state.keep:
             state.put("seen", call.now.clone())
             for name, ring, old, new in zip(names, held, past, (k, v), strict=True):
-                if self.window is None:
-                    count = call.longest(old) if state.room is None else state.room
-                    state.put(name, newest(call, old, new, count))
-                else:
-                    state.put(name, rolled_on(call, ring, old, new))
+                state.put(name, rolled_on(call, ring, old, new))
         out = eidetic_attention(
-            *(by_sequence(x, shape) for x in (q, k, v)),
+            q,
+            keys,
+            values,
             window=self.window,
             past_k=past[0],
             past_v=past[1],

@@ -83,17 +83,6 @@ class Call:
         last = (self.now + (following - 1)).div(window, rounding_mode="floor")
         self.made = (last - self.opened).clamp(min=0)  # [S] chunks after it that get a memory
 
-    def longest(self, old: Tensor | None) -> int:
-        """Return the most tokens that a sequence has seen, in a graph a bound on it.
-
-        Args:
-            old: A table of those before the call, ``[S, past, ...]``.
-        """
-        if not (self.now.is_meta or torch.compiler.is_compiling()):
-            return int(self.now.max()) if self.sequences else 0
-        before = 0 if old is None else old.shape[1]
-        return before + (self.tokens // self.sequences if self.equal else self.tokens)
-
     # --- tokens ---
 
     @_once

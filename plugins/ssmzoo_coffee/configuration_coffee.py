@@ -54,6 +54,10 @@ class CoffeeConfig(SSMConfig):
         "newton_max_iter": "newton_iters",
     }
 
+    own_model: ClassVar[frozenset[str]] = frozenset(
+        {"embedding_init", "head", "frozen_embedding_index"}
+    )
+
     d_state: int = 16
     block: Literal["gated", "bare"] = "gated"
     expand: int = 2

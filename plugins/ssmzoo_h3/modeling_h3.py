@@ -30,19 +30,14 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    attend,
     right_aligned,
     rotary_turns,
     rotated,
     split_heads,
     token_positions,
 )
-from ssmzoo_kernels import (
-    diagonal_step,
-    eidetic_attention,
-    fft_conv,
-    vandermonde,
-    vandermonde_state,
-)
+from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde, vandermonde_state
 
 from .configuration_h3 import H3Config
 
@@ -190,30 +185,12 @@ class H3Mixer(SSMMixer):
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: Sequences | None
     ) -> Tensor:
         """Attend to all tokens; all are ``[B, L, D]``. Keys are kept as they are turned."""
-        heads, size = self.config.num_attention_heads, self.config.rotary_dim
-        seen = state.get("seen")
-        if size is not None:
-            turns = rotary_turns(token_positions(k, seen, packing), size, k.dtype)
-            q, k = (rotated(split_heads(x, heads), turns).flatten(2) for x in (q, k))
-        if state.keep:
-            rows = None if packing is None else packing.aligned()
-            for name, new in (("keys", k), ("values", v)):
-                old, new = state.get_row(name), new if rows is None else rows.gather(new)
-                table = new if old is None else torch.cat([old.to(new.dtype), new], dim=1)
-                if rows is not None:
-                    table = right_aligned(table, rows.lengths + (table.shape[1] - new.shape[1]))
-                if state.room is not None:  # zeros in front, or fewer of them
-                    table = F.pad(table, (0, 0, state.room - table.shape[1], 0))
-                state.put_row(name, table)
-            read = torch.full((k.shape[0],), k.shape[1], device=k.device)
-            read, before = read if rows is None else rows.lengths, state.get_row("seen")
-            state.put_row("seen", read if before is None else before + read)
-        past = (state.get("keys"), state.get("values"))
-        past_k, past_v = (x if x is None else split_heads(x, heads) for x in past)
-        now = (split_heads(x, heads) for x in (q, k, v))
-        return eidetic_attention(
-            *now, window=None, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
-        ).flatten(2)
+        q, k, v = (split_heads(x, self.config.num_attention_heads) for x in (q, k, v))
+        if self.config.rotary_dim is not None:
+            position = token_positions(k, state.get("seen"), packing)
+            turns = rotary_turns(position, self.config.rotary_dim, k.dtype)
+            q, k = rotated(q, turns), rotated(k, turns)
+        return attend(q, k, v, state, packing).flatten(2)
 
 
 class H3PreTrainedModel(SSMPreTrainedModel):

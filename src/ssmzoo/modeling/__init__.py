@@ -5,6 +5,7 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 """
 
 from ssmzoo.environment.messages import suggestion
+from ssmzoo.modeling.attention import Attention, AttentionConfig, attend
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import StateCache
@@ -60,6 +61,8 @@ from ssmzoo.modeling.static_cache import StaticStateCache
 __all__ = [
     "MLP",
     "AlignedRows",
+    "Attention",
+    "AttentionConfig",
     "BatchNorm",
     "CausalConv1d",
     "CutRows",
@@ -95,6 +98,7 @@ __all__ = [
     "Trajectories",
     "UnservedError",
     "add_state_adapter",
+    "attend",
     "check_weights",
     "flip",
     "flip_steps",

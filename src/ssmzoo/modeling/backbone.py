@@ -68,17 +68,24 @@ class SSMModel(SSMPreTrainedModel):
         else:
             self.embed_values = Linear(config.input_channels, config.hidden_size)
         self.dropout = Dropout(config.embedding_dropout, config.tie_dropout)
-        kind = self.mixer_class
-        second = config.directions == "both-separate" and not kind.reads_both_ways
         self.layers = nn.ModuleList(
-            SSMBlock(config, kind(config, index), kind(config, index) if second else None)
-            for index in range(config.num_hidden_layers)
+            self._make_block(config, index) for index in range(config.num_hidden_layers)
         )
         self.layers_built = len(self.layers)
         self.norm = make_norm(config) if config.prenorm else None
         self.gradient_checkpointing = False
         self.post_init()
         self._tp_plan = self._split_parts()
+
+    @classmethod
+    def make_mixer(cls, config: Any, index: int) -> SSMMixer:
+        """Return the mixer of a layer; a family whose layers have several kinds overrides this."""
+        return cls.mixer_class(config, index)
+
+    def _make_block(self, config: SSMConfig, index: int) -> SSMBlock:
+        mixer = self.make_mixer(config, index)
+        second = config.directions == "both-separate" and not mixer.reads_both_ways
+        return SSMBlock(config, mixer, self.make_mixer(config, index) if second else None)
 
     def _split_parts(self) -> dict[str, str]:
         """Tell transformers what tensor parallelism splits: embedding and MLPs, but no mixer."""

@@ -61,6 +61,7 @@ def difference(before: Any, now: Mapping[str, Any]) -> str:
     """Return in words how two signatures differ; of two families, their names."""
     if not isinstance(before, dict):  # of a file
         return f"made for {before!r}, got {now}"
+    before, now = _flat(before), _flat(now)
     shared = before.keys() & now.keys()
     names = [x for x in {**before, **now} if x not in shared or before[x] != now[x]]
     if "model_type" in names:
@@ -69,6 +70,16 @@ def difference(before: Any, now: Mapping[str, Any]) -> str:
         ", ".join(f"{name} = {fields.get(name)!r}" for name in names) for fields in (before, now)
     )
     return f"made for {made}, got {got}"
+
+
+def _flat(fields: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    """Return the fields with those in dictionaries, by names such as ``kinds.h3.d_state``."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        found |= (
+            _flat(value, f"{within}{name}.") if isinstance(value, dict) else {within + name: value}
+        )
+    return found
 
 
 @functools.cache

@@ -106,6 +106,9 @@ class SSMConfig(PreTrainedConfig):
         "layer_norm_epsilon": "rms_norm_eps",
     }
 
+    # a family's fields that its mixers do not read, but its own embedding, head or decoder do
+    own_model: ClassVar[frozenset[str]] = frozenset()
+
     # A file without a new field has its default; files saved from now on name it. One that changes
     # no state is `stateless`: a cache then fits models that differ in it.
     vocab_size: int = stateless(50304)

@@ -1,6 +1,6 @@
 """The head that forecasts the values after a series."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ class SSMForecastingConfig(SSMConfig):
         horizon: Steps to forecast.
         open_loop_weight: Weight of the errors on the series itself in the loss.
     """
+
+    own_model: ClassVar[frozenset[str]] = frozenset({"horizon", "open_loop_weight"})
 
     mixer_dropout: float | int = stateless(0.0)
     horizon: int = stateless(1)

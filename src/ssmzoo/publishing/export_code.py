@@ -109,6 +109,10 @@ $classes
 ''')
 
 
+class FindsFamiliesError(ValueError):
+    """Code cannot travel, because the families that it finds by their names would not."""
+
+
 def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | Path) -> list[Path]:
     """Write a model's code into a folder, and name it in the folder's ``config.json``.
 
@@ -289,6 +293,11 @@ class _Flat:
             self.wanted_whole.add(module)
         if module in self.sources:
             return
+        if module == "ssmzoo.family":
+            raise FindsFamiliesError(
+                f"{by} finds families by their names, and what it finds does not travel with a "
+                "checkpoint"
+            )
         if not _travels(module, self.plugin):
             raise ValueError(
                 f"{by} imports {module}, which does not travel with a checkpoint; its code may use "

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssmzoo.family import Family
 from ssmzoo.modeling import SSMForCausalLM
-from ssmzoo.publishing.export_code import code_of, flat_name
+from ssmzoo.publishing.export_code import FindsFamiliesError, code_of, flat_name
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,
@@ -91,8 +91,12 @@ def package_of(family: Family) -> Iterator[str]:
     spec = ModuleSpec(f"ssmzoo_exported_{next(_numbers)}", None, is_package=True)
     log = logging.getLogger("ssmzoo")
     level = log.level
+    try:
+        texts = code_of(family)
+    except FindsFamiliesError as error:
+        raise NotApplicable(str(error)) from error
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in code_of(family).items():
+        for name, text in texts.items():
             Path(folder, name).write_text(text, encoding="utf-8")
         spec.submodule_search_locations = [folder]
         sys.modules[spec.name] = module_from_spec(spec)

@@ -78,9 +78,17 @@ def check_lora_parameters(subject: Subject) -> Measured:
     """LoRA on any parameter, alone and beside others: it learns, decodes step by step, merges."""
     measured, model = Measured(), subject.model()
     head = cast(nn.Module, model.get_output_embeddings()).weight  # may be the embedding's, tied
-    matrices = [n for n, p in model.named_parameters() if p.dim() in (2, 3) and p is not head]
-    # PEFT takes names by their ends, here those of all layers
-    for target, name in {re.sub(r".*\.layers\.\d+\.", "", name): name for name in matrices}.items():
+    ends: dict[str, dict[str, bool]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter is not head:
+            end = re.sub(r".*\.layers\.\d+\.", "", name)
+            ends.setdefault(end, {})[name] = parameter.dim() in (2, 3)
+    # PEFT takes names by their ends, here those of all layers unless these are of several kinds
+    for end, alike in ends.items():
+        *_, name = [name for name, fits in alike.items() if fits] or [""]
+        if not name:
+            continue
+        target = end if all(alike.values()) else name
         others = [x for x in subject.family.lora_targets if not target.endswith(f"{x}.weight")]
         # one of a linear layer's weight is to the other layers what check_lora's of a layer is
         linear = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear)
