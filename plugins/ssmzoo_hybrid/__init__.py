@@ -1,8 +1,9 @@
 """Hybrids for Hugging Face: layers of several families in one model."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_hybrid import HybridConfig
+from .convert_hybrid import from_official, official_config, to_official
 from .modeling_hybrid import (
     HybridForCausalLM,
     HybridForImageClassification,
@@ -92,4 +93,5 @@ FAMILY = Family(
         },
     },
     lora_targets=("in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
+    converter=Converter(HybridForCausalLM, from_official, to_official, official_config),
 )

@@ -43,11 +43,15 @@ class Converter:
             dictionary, empty where none was given; returns weights by ours, and ours.
         to_official: Called with our weights and configuration; returns weights by the other
             code's names. None where there is no way back.
+        official_config: Called with our configuration; returns the other code's ``config.json``.
+            Where there is one, the way back ends in a folder that the other code loads; else in a
+            file of weights.
     """
 
     model_class: type[PreTrainedModel]
     from_official: Callable[[dict[str, Tensor], dict[str, Any]], tuple[dict[str, Tensor], Any]]
     to_official: Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None = None
+    official_config: Callable[[Any], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ssmzoo.checkpoints.load import model_folder
+from ssmzoo.checkpoints.load import TOKENIZER_FILES, model_folder
 from ssmzoo.checkpoints.weights import WEIGHTS, WEIGHTS_INDEX, read_tensors, read_weights
 from ssmzoo.family import Converter, claims, family_of, load_family
 from ssmzoo.files import (
@@ -16,11 +17,13 @@ from ssmzoo.files import (
     read_json,
     require_new,
     write_folder,
+    write_json,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_TAKEN = (*TOKENIZER_FILES, "generation_config.json")
 OFFICIAL = "official"  # where a family's name may stand: the way back
 
 
@@ -37,7 +40,8 @@ def to_family(
     Args:
         source: A ``.safetensors`` file, or a folder as ``save_pretrained`` writes it.
         family: The family's name.
-        output_dir: The model's folder, new or empty. No tokenizer is put there.
+        output_dir: The model's folder, new or empty. A tokenizer and a generation configuration
+            that lie beside the weights are put there, too.
         config: The official configuration, a JSON file; ``config.json`` beside the weights, if it
             is there, by default.
         overrides: ``KEY=VALUE`` each, the value as YAML, over the file's fields.
@@ -50,6 +54,7 @@ def to_family(
         ValueError: The family has no converter, a file cannot be read, weights and configuration
             do not fit, or the output folder is not empty.
     """
+    import torch
     from huggingface_hub.errors import StrictDataclassError
 
     loaded = load_family(family)
@@ -60,19 +65,25 @@ def to_family(
     require_new(target, "output_dir")
     weights = _read(Path(source).expanduser())
     beside = Path(source).expanduser()
-    beside = (beside if beside.is_dir() else beside.parent) / "config.json"
+    beside = beside if beside.is_dir() else beside.parent
     told: dict[str, Any] = {}
-    if config is not None or beside.is_file():
-        told = read_json(beside if config is None else Path(config))
+    if config is not None or (beside / "config.json").is_file():
+        told = read_json(beside / "config.json" if config is None else Path(config))
     told |= _fields(overrides)
     try:
         ours, ours_config = converter.from_official(weights, told)
     except StrictDataclassError as error:  # a value of another kind than its field
         raise ValueError(" ".join(str(error).split())) from error
-    model = converter.model_class(ours_config)
+    with torch.device("meta"):
+        model = converter.model_class(ours_config)
     cast("nn.Module", model).load_state_dict(ours, assign=True)
     model.tie_weights()
-    write_folder(target, model.save_pretrained)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        _take(beside, folder)
+
+    write_folder(target, write)
     return target
 
 
@@ -81,24 +92,21 @@ def to_official(model: str | Path, output: str | Path) -> Path:
 
     Args:
         model: A folder with a saved model.
-        output: A ``.safetensors`` file that is not there yet.
+        output: A ``.safetensors`` file that is not there yet; of a family that writes the official
+            configuration, too (``Converter.official_config``), a folder, new or empty, which also
+            gets the model's tokenizer and generation configuration.
 
     Returns:
-        The file.
+        The file or folder.
 
     Raises:
-        ValueError: No such folder, the file is there, the family has no way back, the model is not
-            of the class that the official code has, or it has parts that the official model lacks.
+        ValueError: No such folder, the output is there, the family has no way back, the model is
+            not of the class that the official code has, or it has parts that the official model
+            lacks.
     """
-    from safetensors.torch import save_file
-
     folder, target = model_folder(str(model)), Path(output)
     if folder is None:
         raise ValueError(f"source must be a folder with a saved model, got {str(model)!r}")
-    if target.suffix != ".safetensors":
-        raise ValueError(f"output must end in .safetensors, got {str(output)!r}")
-    if target.exists():
-        raise ValueError(f"output must be a new file, got {str(output)!r}, which is there")
     config = read_json(folder / "config.json")
     family = family_of(config)
     if family is None:
@@ -111,12 +119,47 @@ def to_official(model: str | Path, output: str | Path) -> Path:
         raise ValueError(
             f"the official code has a {kind} only, {folder} holds {config['architectures'][0]}"
         )
-    theirs = converter.to_official(_read(folder), family.config_class.from_pretrained(str(folder)))
+    ours = family.config_class.from_pretrained(str(folder))
+    if converter.official_config is None:
+        _require_file(target)
+        _write_file(converter.to_official(_read(folder), ours), target)
+        return target
+    require_new(target, "output")
+    told = converter.official_config(ours)
+    theirs = converter.to_official(_read(folder), ours)
+
+    def write(unfinished: Path) -> None:
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict(theirs, unfinished)
+        write_json(unfinished / "config.json", told)
+        _take(folder, unfinished)
+
+    write_folder(target, write)
+    return target
+
+
+def _require_file(target: Path) -> None:
+    if target.suffix != ".safetensors":
+        raise ValueError(f"output must end in .safetensors, got {str(target)!r}")
+    if target.exists():
+        raise ValueError(f"output must be a new file, got {str(target)!r}, which is there")
+
+
+def _write_file(theirs: dict[str, Tensor], target: Path) -> None:
+    from safetensors.torch import save_file
+
     make_folder_of(target)
     with appears_whole(target) as unfinished:
         # a tied head shares its memory, which safetensors refuses
         save_file({name: tensor.clone() for name, tensor in theirs.items()}, str(unfinished))
-    return target
+
+
+def _take(source: Path, target: Path) -> None:
+    """Copy the tokenizer and the generation configuration that a folder has."""
+    for name in _TAKEN:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def _read(source: Path) -> dict[str, Tensor]:

@@ -30,6 +30,16 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+# these, and what may lie beside them
+TOKENIZER_FILES = (
+    *_TOKENIZER_FILES,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 
 def model_name(model: str) -> str:

@@ -127,7 +127,8 @@ CONVERT = Verb(
         ),
         OUTPUT.but(
             required=True,
-            help="the model's new folder; with --to official, a .safetensors file",
+            help="the model's new folder; with --to official, a .safetensors file, or a folder "
+            "where the family writes the official configuration, too",
         ),
         Option(
             "--config",

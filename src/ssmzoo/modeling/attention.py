@@ -97,7 +97,7 @@ class AttentionConfig(SSMConfig):
             self._check_rope(self.rope_parameters)
 
     def _check_rope(self, rope: dict[str, Any]) -> None:
-        known = RopeParameters.__annotations__
+        known = RopeParameters.__annotations__.keys() - {"mrope_section"}  # of pictures
         for name in rope.keys() - known:
             raise LookupError(f"rope_parameters has no field {name!r}{suggestion(name, known)}")
         kinds, kind = ("default", *ROPE_INIT_FUNCTIONS), str(rope["rope_type"])

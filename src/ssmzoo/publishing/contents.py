@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 from urllib.parse import unquote
 
+from ssmzoo.checkpoints.load import TOKENIZER_FILES
 from ssmzoo.checkpoints.loader import AUTO_MAP, LOADER, is_loader
 from ssmzoo.checkpoints.trust import refuse_requests
 from ssmzoo.checkpoints.weights import (
@@ -43,20 +44,10 @@ _NAMES = {
     ENTRIES,
     WEIGHTS_INDEX,
     ADAPTER_CONFIG,
+    *TOKENIZER_FILES,
     "config.json",
     "generation_config.json",
     "preprocessor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
 }
 _PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib"}
 _CODE = {".py", ".pyc", ".so", ".sh", ".ipynb"}
