@@ -19,6 +19,7 @@ class LinearAttentionConfig(SSMConfig):
         feature_map: "elu": keys and queries are ``elu(x) + 1``, and outputs are divided by the sum
             of their weights. "silu": SiLU on keys, queries and values. "silu_l2": then keys and
             queries are divided by their length.
+        qk_norm: RMSNorm of each head's key and query, before the convolution.
         d_conv: Taps of a short convolution of keys, queries and values; None has none.
         conv_bias: Whether it has a bias.
         rotary: Rotary positions of keys and queries.
@@ -34,6 +35,7 @@ class LinearAttentionConfig(SSMConfig):
         skip: Add ``D`` times the value to a head's output.
         out_norm: RMSNorm of each head before the gate, or after it of all heads ("gated") or of
             those that share keys ("gated_group").
+        out_norm_eps: What that norm adds to the mean square; None: ``rms_norm_eps``.
         out_gate: The activation of the output's gate.
         gate_rank: Rank of the gate's projection; None: full.
         gate_bias: Whether a gate of low rank has a bias.
@@ -50,6 +52,7 @@ class LinearAttentionConfig(SSMConfig):
     head_k_dim: int = 128
     head_v_dim: int = 128
     feature_map: Literal["identity", "elu", "silu", "silu_l2"] = "silu_l2"
+    qk_norm: bool = False
     d_conv: int | None = 4
     conv_bias: bool = False
     rotary: bool = False
@@ -61,6 +64,7 @@ class LinearAttentionConfig(SSMConfig):
     beta_scale: float | int = 1.0
     skip: bool = False
     out_norm: Literal["none", "head", "gated", "gated_group"] = "head"
+    out_norm_eps: float | int | None = None
     out_gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
     gate_bias: bool = False
@@ -70,6 +74,7 @@ class LinearAttentionConfig(SSMConfig):
         super().check()
         self.check_counts("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
         self.check_counts("d_conv", "decay_rank", "gate_rank")
+        eps = self.out_norm_eps
         tau, depends = self.gate_logit_normalizer, self.decay in ("scalar", "channel")
         softplus, unit = self.decay == "scalar" and tau is None, self.feature_map == "silu_l2"
         # by field: its needs of other fields, and whether they are met
@@ -80,6 +85,8 @@ class LinearAttentionConfig(SSMConfig):
             ("gate_logit_normalizer", "decay 'scalar' or 'channel'", tau is None or depends),
             ("decay_rank", "decay 'scalar' or 'channel'", self.decay_rank is None or depends),
             ("gate_rank", "an out_gate", self.gate_rank is None or self.out_gate != "none"),
+            ("out_norm_eps", "to be at least 0 and finite", 0 <= (eps or 0) < float("inf")),
+            ("out_norm_eps", "an out_norm", eps is None or self.out_norm != "none"),
             ("gate_bias", "gate_rank", not self.gate_bias or self.gate_rank is not None),
             ("out_norm", "out_gate 'silu'", not self.norms_gated or self.out_gate == "silu"),
             ("conv_bias", "d_conv", not self.conv_bias or self.d_conv is not None),

@@ -22,7 +22,15 @@ _MAMBA2: dict[str, Any] = {
 }
 # values that Mamba2 has of other fields
 _ONLY = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
-_ONLY = (*_ONLY, "intermediate_size", "rotary", "decay_rank", "gate_rank")
+_ONLY = (
+    *_ONLY,
+    "intermediate_size",
+    "rotary",
+    "decay_rank",
+    "gate_rank",
+    "qk_norm",
+    "out_norm_eps",
+)
 # by state-spaces' name: transformers' name, and the value where it is left out
 _STATE_SPACES: dict[str, tuple[str, Any]] = {
     "vocab_size": ("vocab_size", 50277),

@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
+    RMSNorm,
     Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
@@ -68,6 +69,10 @@ class LinearAttentionMixer(SSMMixer):
         self.widths = [both, both, inner]  # of q, k and v
         self.splits = [sum(self.widths), low or decays, betas, gate_low or gates]
         self.in_proj = Linear(config.hidden_size, sum(self.splits), bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_k_dim, config.rms_norm_eps) if config.qk_norm else None
+            for _ in range(2)
+        )
         self.activation = "silu" if config.feature_map.startswith("silu") else None
         taps, bias = config.d_conv, config.conv_bias
         self.conv1d = CausalConv1d(self.splits[0], taps, bias, self.activation) if taps else None
@@ -81,7 +86,8 @@ class LinearAttentionMixer(SSMMixer):
         groups["gated_group"] = inner // config.key_heads
         group, normed = groups.get(config.out_norm), inner if config.norms_gated else groups["head"]
         self.norms_gated = config.norms_gated
-        self.out_norm = GroupRMSNorm(normed, config.rms_norm_eps, group) if group else None
+        eps = config.rms_norm_eps if config.out_norm_eps is None else config.out_norm_eps
+        self.out_norm = GroupRMSNorm(normed, eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
     def forward(
@@ -94,6 +100,8 @@ class LinearAttentionMixer(SSMMixer):
         """
         config, start = self.config, state.get("ssm")
         mixed, decay, beta, gate = self.in_proj(hidden_states).split(self.splits, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            mixed = self._normed(mixed, self.q_norm, self.k_norm)
         if self.conv1d is not None:
             mixed, final = self.conv1d(mixed, state.get("conv"), packing)
             state.put("conv", final)
@@ -144,7 +152,9 @@ class LinearAttentionMixer(SSMMixer):
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
         served = (ssd and config.feature_map == "silu") or delta
-        if not served or self.conv1d is None or self.out_norm is None or config.rotary:
+        if not served or self.conv1d is None or self.out_norm is None:
+            raise UnservedError
+        if config.rotary or config.qk_norm:
             raise UnservedError
         mixed, decay, beta, gate = parts.linear(program, x, "in_proj").split(*self.splits)
         conv = parts.within("conv1d", CausalConv1d)
@@ -189,6 +199,13 @@ class LinearAttentionMixer(SSMMixer):
         if self.config.rotary:
             angle = rotary_angles(self.config.head_k_dim, kept.device)
         return Dynamics(poles=torch.polar(*torch.broadcast_tensors(kept, angle)))
+
+    def _normed(self, mixed: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """Norm queries and keys of each head of ``[B, L, G K + G K + H V]``."""
+        q, k, v = mixed.split(self.widths, dim=-1)
+        heads = self.config.key_heads
+        q, k = q_norm(split_heads(q, heads)), k_norm(split_heads(k, heads))
+        return torch.cat([q.flatten(2).to(v.dtype), k.flatten(2).to(v.dtype), v], dim=-1)
 
     def _feature(self, x: Tensor) -> Tensor:
         """Return keys or queries ``[B, L, G, K]`` as the recurrence takes them."""

@@ -1,7 +1,7 @@
 """Configuration of S5 (arXiv 2208.04933) and the LRU (arXiv 2303.06349)."""
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -36,6 +36,7 @@ class S5Config(SSMConfig):
     """
 
     model_type = "ssmzoo_s5"
+    own_model: ClassVar[frozenset[str]] = frozenset({"final_norm"})
     variant: Literal["s5", "lru"] = "s5"
     d_state: int = 64
     bidirectional: bool = False

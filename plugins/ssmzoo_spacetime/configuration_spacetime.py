@@ -1,6 +1,6 @@
 """Configuration of SpaceTime (arXiv 2303.09489)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -24,6 +24,7 @@ class SpaceTimeConfig(SSMForecastingConfig):
     """
 
     model_type = "ssmzoo_spacetime"
+    own_model: ClassVar[frozenset[str]] = SSMForecastingConfig.own_model | {"raw_start"}
     d_state: int = 64
     n_kernels: int | None = None
     block: Literal["mlp", "glu"] = "mlp"

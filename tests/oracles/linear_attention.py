@@ -203,6 +203,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
     projected = x @ weights[prefix + "in_proj.weight"].T
     assert projected.shape[1] == sum(widths)
     mixed, a, b, g = np.split(projected, np.cumsum(widths)[:-1], axis=1)
+    if config["qk_norm"]:  # each head before the convolution, as in hybrid-model-factory
+        for first, name in ((0, "q_norm.weight"), (G * K, "k_norm.weight")):
+            part = mixed[:, first : first + G * K].reshape(len(x), G, K)
+            normed = rms_norm(part, weights[prefix + name], config["rms_norm_eps"])
+            mixed[:, first : first + G * K] = normed.reshape(len(x), G * K)
     if config["d_conv"] is not None:
         bias = weights[prefix + "conv1d.bias"] if config["conv_bias"] else 0.0
         mixed = short_conv(mixed, weights[prefix + "conv1d.weight"], bias)
@@ -216,6 +221,8 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         g = g @ weights[prefix + "gate_proj.weight"].T + bias
     if decays:
         a = a + weights[prefix + "dt_bias"]
+    eps = config["out_norm_eps"]
+    eps = config["rms_norm_eps"] if eps is None else eps
     out = np.zeros((len(x), H * V))
     for h in range(H):
         own = slice(h // (H // G) * K, (h // (H // G) + 1) * K)
@@ -239,7 +246,7 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         if config["skip"]:
             y = y + weights[prefix + "D"][h] * v_h
         if config["out_norm"] == "head":
-            y = rms_norm(y, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+            y = rms_norm(y, weights[prefix + "out_norm.weight"], eps)
         out[:, h * V : (h + 1) * V] = y
     if gates:
         out = out * (silu(g) if config["out_gate"] == "silu" else sigmoid(g))
@@ -248,7 +255,7 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         apart = np.split(out, groups, axis=1)
         own = np.split(weights[prefix + "out_norm.weight"], groups)
         pairs = zip(apart, own, strict=True)
-        out = np.hstack([rms_norm(x, weight, config["rms_norm_eps"]) for x, weight in pairs])
+        out = np.hstack([rms_norm(x, weight, eps) for x, weight in pairs])
     return out @ weights[prefix + "out_proj.weight"].T
 
 

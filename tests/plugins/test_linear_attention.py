@@ -64,13 +64,14 @@ def relative(got, expected):
         ("gla-125m", {}),
         ("deltanet-340m", {"beta_scale": 1.5}),
         ("gated-deltanet-1.3b", {"beta_scale": 1.5}),
-        ("kda-1.3b", {"gate_bias": True}),
+        ("kda-1.3b", {"gate_bias": True, "out_norm_eps": 1e-2}),
+        ("mamba2-130m", {"qk_norm": True, "out_norm_eps": 1e-2}),
     ],
 )
 def test_other_presets_are_their_papers_models(preset, fields):
     family = replace(FAMILY, tiny=small(preset, **fields))
     only = ["oracle", "precision", "tokens", "packing", "gradients"]
-    only += ["fused_steps"] if fields else []
+    only += ["fused_steps"] if fields and "qk_norm" not in fields else []
     report = check(family, oracle=oracle.logits, only=only)
     assert [result.status for result in report.results] == ["passed"] * len(only), report.table()
 
@@ -186,6 +187,8 @@ def test_poles_are_the_papers_decays():
         ({"gate_logit_normalizer": 16, "decay": "none"}, "gate_logit_normalizer needs decay"),
         ({"decay_rank": 2, "decay": "fixed"}, "decay_rank needs decay"),
         ({"gate_rank": 2, "out_gate": "none"}, "gate_rank needs an out_gate"),
+        ({"out_norm_eps": 1e-5, "out_norm": "none"}, "out_norm_eps needs an out_norm"),
+        ({"out_norm_eps": -1.0}, "out_norm_eps needs to be at least 0 and finite"),
         ({"gate_bias": True, "gate_rank": None}, "gate_bias needs gate_rank"),
         ({"out_norm": "gated", "out_gate": "sigmoid"}, "out_norm needs out_gate 'silu'"),
         ({"d_conv": None, "conv_bias": True}, "conv_bias needs d_conv"),

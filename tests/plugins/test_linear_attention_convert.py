@@ -423,6 +423,8 @@ def test_kimi_linear_is_that_of_transformers(published, tmp_path):
         ("kda-1.3b", {"head_v_dim": 64}, "whose kda has no decay_rank=128, gate_rank=128"),
         ("kda-1.3b", {"beta_scale": 2.0}, "whose kda has no gate_bias=False"),
         ("mamba2-130m", {"rotary": True}, "Mamba2's, which has no rotary=True"),
+        ("mamba2-130m", {"qk_norm": True}, "which has no qk_norm=True"),
+        ("deltanet-340m", {"out_norm_eps": 1e-6}, "whose delta_net has no out_norm_eps=1e-06"),
         ("mamba2-130m", {"out_norm": "gated"}, "which has no out_norm='gated'"),
         ("mamba2-130m", {"d_conv": None, "conv_bias": False}, "which has no d_conv=None"),
         ("linear-transformer-mnist", {}, "whose linear_attn has no"),

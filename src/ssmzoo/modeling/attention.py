@@ -247,7 +247,9 @@ def attend(
     if state.keep:
         rows = None if packing is None else packing.aligned()
         read = (
-            q.new_full((q.shape[0],), q.shape[1], dtype=torch.int64) if rows is None else rows.lengths
+            q.new_full((q.shape[0],), q.shape[1], dtype=torch.int64)
+            if rows is None
+            else rows.lengths
         )
         before, kept = state.get_row("seen"), []
         read = read if before is None else before + read
