@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ssmzoo.modeling import check_weights, require_fields
 
 from .configuration_hybrid import HybridConfig
+from .convert_hmf import BODIES, as_body, body_of, hybrid_of
 from .modeling_hybrid import HybridForCausalLM
 
 # what no field of theirs says, by model_type
@@ -55,7 +56,7 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 def from_official(
     state_dict: dict[str, Tensor], config: dict[str, Any]
 ) -> tuple[dict[str, Tensor], HybridConfig]:
-    """Translate weights and ``config.json`` of a model of transformers into ours.
+    """Translate weights and ``config.json`` of a model of transformers, or of HMF, into ours.
 
     Weights share memory with the given ones.
 
@@ -64,7 +65,10 @@ def from_official(
         ValueError: A field that our layers have nothing for, a shape that contradicts the
             configuration, or a tied head that differs from the embedding.
     """
-    ours = _configuration(config)
+    theirs = config.get("model_type") in BODIES
+    ours = _configuration(body_of(config) if theirs else config)
+    if theirs:
+        ours, state_dict = hybrid_of(config, ours), as_body(state_dict, config, ours)
     weights = {
         _renamed(name, _THEIRS_AND_OURS): tensor
         for name, tensor in state_dict.items()
@@ -128,7 +132,8 @@ def _configuration(config: dict[str, Any]) -> HybridConfig:
     kind = str(config.get("model_type"))
     if kind not in _MODELS:
         raise LookupError(
-            f"config must have a model_type of {', '.join(_MODELS)} to convert, got {kind!r}"
+            f"config must have a model_type of {', '.join([*_MODELS, *BODIES])} to convert, "
+            f"got {kind!r}"
         )
     known = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict(), "torch_dtype"}
     known |= {field.name for field in dataclasses.fields(CONFIG_MAPPING[kind])}

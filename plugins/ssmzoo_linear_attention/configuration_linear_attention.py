@@ -6,7 +6,9 @@ from huggingface_hub.dataclasses import strict
 
 from ssmzoo.modeling import SSMConfig
 
-_OWN_KEYS = "decay 'channel', gate_logit_normalizer 1, beta 'none', no num_key_heads and no d_conv"
+_OWN_KEYS = (
+    "decay 'channel', gate_logit_normalizer 1, beta 'none', no num_key_heads, d_conv and qk_norm"
+)
 _BARE = "gate_logit_normalizer, feature_map 'identity' and no delta_rule"
 
 
@@ -24,6 +26,7 @@ class LinearAttentionConfig(SSMConfig):
             queries are divided by their length. "complement": keys are one minus the decay, as in
             HGRN2, and queries get a SiLU; the decays of layers behind the first have lower bounds,
             which the model holds.
+        qk_norm: RMSNorm of each head's key and query, before the convolution.
         d_conv: Taps of a short convolution of keys, queries and values; None has none.
         conv_bias: Whether it has a bias.
         rotary: Rotary positions of keys and queries.
@@ -44,8 +47,10 @@ class LinearAttentionConfig(SSMConfig):
         out_norm: RMSNorm of each head before the gate, or after it of all heads ("gated") or of
             those that share keys ("gated_group"). "head_layer": LayerNorm of each head, with a
             weight for every column of all heads and no bias.
+        out_norm_eps: What that norm adds to the mean square; None: ``rms_norm_eps``.
         out_gate: The activation of the output's gate.
         gate_rank: Rank of the gate's projection; None: full.
+        gate_bias: Whether a gate of low rank has a bias.
         logit_soft_cap: Logits of a language model are ``c tanh(x / c)`` with this c; None: x.
     """
 
@@ -60,6 +65,7 @@ class LinearAttentionConfig(SSMConfig):
     head_k_dim: int = 128
     head_v_dim: int = 128
     feature_map: Literal["identity", "elu", "silu", "silu_l2", "complement"] = "silu_l2"
+    qk_norm: bool = False
     d_conv: int | None = 4
     conv_bias: bool = False
     rotary: bool = False
@@ -72,8 +78,10 @@ class LinearAttentionConfig(SSMConfig):
     beta_scale: float | int = 1.0
     skip: bool = False
     out_norm: Literal["none", "head", "head_layer", "gated", "gated_group"] = "head"
+    out_norm_eps: float | int | None = None
     out_gate: Literal["none", "silu", "sigmoid"] = "silu"
     gate_rank: int | None = None
+    gate_bias: bool = False
     logit_soft_cap: float | int | None = None
 
     def check(self) -> None:
@@ -81,10 +89,11 @@ class LinearAttentionConfig(SSMConfig):
         super().check()
         self.check_counts("num_heads", "num_key_heads", "head_k_dim", "head_v_dim")
         self.check_counts("d_conv", "decay_rank", "gate_rank", "num_writes")
+        eps = self.out_norm_eps
         tau, depends = self.gate_logit_normalizer, self.decay in ("scalar", "channel")
         softplus, unit = self.decay == "scalar" and tau is None, self.feature_map == "silu_l2"
         own_keys = self.num_key_heads is None and self.d_conv is None and self.beta == "none"
-        own_keys = own_keys and self.decay == "channel" and tau == 1
+        own_keys = own_keys and self.decay == "channel" and tau == 1 and not self.qk_norm
         bare = self.feature_map == "identity" and not self.delta_rule and tau is not None
         one, cap, sigmoid = self.num_writes == 1, self.logit_soft_cap, self.out_gate == "sigmoid"
         # by field: its needs of other fields, and whether they are met
@@ -95,7 +104,10 @@ class LinearAttentionConfig(SSMConfig):
             ("gate_logit_normalizer", "decay 'scalar' or 'channel'", tau is None or depends),
             ("decay_rank", "decay 'scalar' or 'channel'", self.decay_rank is None or depends),
             ("gate_rank", "an out_gate", self.gate_rank is None or self.out_gate != "none"),
+            ("gate_bias", "gate_rank", not self.gate_bias or self.gate_rank is not None),
             ("out_norm", "out_gate 'silu' or 'none'", not sigmoid or not self.norms_gated),
+            ("out_norm_eps", "to be at least 0 and finite", 0 <= (eps or 0) < float("inf")),
+            ("out_norm_eps", "an out_norm", eps is None or self.out_norm != "none"),
             ("conv_bias", "d_conv", not self.conv_bias or self.d_conv is not None),
             ("delta_rule", "feature_map 'silu_l2'", not self.delta_rule or unit),
             ("delta_rule", "beta 'none' or 'sigmoid'", not self.delta_rule or self.beta != "dt"),

@@ -23,6 +23,7 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     ModuleParts,
+    RMSNorm,
     Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
@@ -97,11 +98,15 @@ class LinearAttentionMixer(SSMMixer):
         self.widths = [both, 0 if own_keys else both * writes, inner * writes]  # of q, k and v
         self.splits = [sum(self.widths), low or decays, betas, gate_low or gates]
         self.in_proj = Linear(config.hidden_size, sum(self.splits), bias=False)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_k_dim, config.rms_norm_eps) if config.qk_norm else None
+            for _ in range(2)
+        )
         self.activation = "silu" if config.feature_map in ("silu", "silu_l2") else None
         taps, bias = config.d_conv, config.conv_bias
         self.conv1d = CausalConv1d(self.splits[0], taps, bias, self.activation) if taps else None
         self.decay_proj = Linear(low, decays, bias=False) if low else None
-        self.gate_proj = Linear(gate_low, gates, bias=False) if gate_low else None
+        self.gate_proj = Linear(gate_low, gates, config.gate_bias) if gate_low else None
         rates = heads if decays and config.gate_logit_normalizer is None else 0
         self.A_log = nn.Parameter(torch.empty(rates)) if rates else None
         self.dt_bias = nn.Parameter(torch.empty(decays)) if decays and not own_keys else None
@@ -111,7 +116,8 @@ class LinearAttentionMixer(SSMMixer):
         groups["gated_group"] = inner // config.key_heads
         group, self.norms_gated = groups.get(config.out_norm), config.norms_gated
         normed = config.head_v_dim if config.out_norm == "head" else inner
-        self.out_norm = GroupRMSNorm(normed, config.rms_norm_eps, group) if group else None
+        eps = config.rms_norm_eps if config.out_norm_eps is None else config.out_norm_eps
+        self.out_norm = GroupRMSNorm(normed, eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
 
     def forward(
@@ -125,6 +131,8 @@ class LinearAttentionMixer(SSMMixer):
         """
         config = self.config
         mixed, decay, beta, gate = self.in_proj(hidden_states).split(self.splits, dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            mixed = self._normed_keys(mixed, self.q_norm, self.k_norm)
         if self.conv1d is not None:
             mixed, final = self.conv1d(mixed, state.get("conv"), packing)
             state.put("conv", final)
@@ -218,7 +226,7 @@ class LinearAttentionMixer(SSMMixer):
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
         served = (ssd and config.feature_map == "silu") or delta
-        served = served and config.out_norm != "head_layer"
+        served = served and config.out_norm != "head_layer" and not config.qk_norm
         if not served or self.conv1d is None or self.out_norm is None or config.rotary:
             raise UnservedError
         mixed, decay, beta, gate = parts.linear(program, x, "in_proj").split(*self.splits)
@@ -269,6 +277,13 @@ class LinearAttentionMixer(SSMMixer):
         if self.config.rotary:
             angle = rotary_angles(self.config.head_k_dim, kept.device)
         return Dynamics(poles=torch.polar(*torch.broadcast_tensors(kept, angle)))
+
+    def _normed_keys(self, mixed: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
+        """Norm queries and keys of each head of ``[B, L, G K + W G K + W H V]``."""
+        q, k, v = mixed.split(self.widths, dim=-1)
+        heads = self.config.key_heads
+        q, k = q_norm(split_heads(q, heads)), k_norm(split_heads(k, heads * self.config.num_writes))
+        return torch.cat([q.flatten(2).to(v.dtype), k.flatten(2).to(v.dtype), v], dim=-1)
 
     def _feature(self, x: Tensor) -> Tensor:
         """Return keys or queries ``[B, L, G, K]`` as the recurrence takes them."""

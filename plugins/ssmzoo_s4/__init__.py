@@ -1,8 +1,9 @@
 """S4 for Hugging Face: structured state spaces."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_s4 import S4Config
+from .convert_s4 import from_official, to_official
 from .modeling_s4 import (
     S4ForCausalLM,
     S4ForImageClassification,
@@ -74,4 +75,5 @@ FAMILY = Family(
     },
     tiny={**_TINY, "n_ssm": 4, "dt_min": 0.02, "dt_max": 0.5, "block": "glu"},
     lora_targets=("out_proj",),
+    converter=Converter(S4ForSequenceClassification, from_official, to_official),
 )

@@ -2,9 +2,10 @@
 
 import math
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_s5 import S5Config
+from .convert_s5 import from_official, to_official
 from .modeling_s5 import (
     S5ForCausalLM,
     S5ForImageClassification,
@@ -70,4 +71,5 @@ FAMILY = Family(
     },
     tiny={**_TINY, "blocks": 2, "dt_min": 0.02, "dt_max": 0.5, "clip_eigs": True},
     lora_targets=("out_proj",),
+    converter=Converter(S5ForSequenceClassification, from_official, to_official),
 )

@@ -1,7 +1,7 @@
 """Configuration of S5 (arXiv 2208.04933) and the LRU (arXiv 2303.06349)."""
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -20,6 +20,7 @@ class S5Config(SSMConfig):
         activation: The layer after the state space: "gelu"; "full_glu", a GLU of GELU's output;
             "half_glu1", GELU's output times a gate made of it; "half_glu2", the same of the bare
             output, its gate made of GELU's.
+        final_norm: A norm at the end of a model with ``prenorm``, which the papers' code lacks.
         irregular_steps: The forward pass needs ``time_steps [B, L]``, by which each token's time
             step is multiplied. For "s5".
         blocks: J, how many equal HiPPO matrices the initial state matrix consists of ("s5").
@@ -35,10 +36,12 @@ class S5Config(SSMConfig):
     """
 
     model_type = "ssmzoo_s5"
+    own_model: ClassVar[frozenset[str]] = frozenset({"final_norm"})
     variant: Literal["s5", "lru"] = "s5"
     d_state: int = 64
     bidirectional: bool = False
     activation: Literal["gelu", "full_glu", "half_glu1", "half_glu2"] = "half_glu1"
+    final_norm: bool = True
     irregular_steps: bool = False
     blocks: int = 1
     dt_min: float | int = 1e-3

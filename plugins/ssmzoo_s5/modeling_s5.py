@@ -219,6 +219,11 @@ class S5Model(S5PreTrainedModel, SSMModel):
 
     mixer_class = S5Mixer
 
+    def __init__(self, config: S5Config) -> None:
+        super().__init__(config)
+        if not config.final_norm:
+            self.norm = None
+
 
 S5ForCausalLM = SSMForCausalLM.of(S5Model)
 S5ForSequenceClassification = SSMForSequenceClassification.of(S5Model)

@@ -1,8 +1,9 @@
 """SpaceTime for Hugging Face: companion state spaces, and closed-loop forecasts."""
 
-from ssmzoo import Family, Paper
+from ssmzoo import Converter, Family, Paper
 
 from .configuration_spacetime import SpaceTimeConfig
+from .convert_spacetime import from_official, to_official
 from .modeling_spacetime import (
     SpaceTimeForCausalLM,
     SpaceTimeForForecasting,
@@ -55,4 +56,5 @@ FAMILY = Family(
     },
     tiny={**_TINY, "n_kernels": 8},
     lora_targets=("out_proj",),
+    converter=Converter(SpaceTimeForForecasting, from_official, to_official),
 )

@@ -1,6 +1,6 @@
 """Configuration of SpaceTime (arXiv 2303.09489)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 
@@ -18,14 +18,18 @@ class SpaceTimeConfig(SSMForecastingConfig):
         block: The layers after the filter: "mlp" is the paper's, GELU, a linear layer and a skip;
             "glu" a GLU of twice that layer, as in RTF's comparison.
         kernel_init: Initial a, B, C and K: N(0, 1), or "xavier", U(+-1/sqrt(d)).
+        raw_start: The state that a forecast starts from has B itself, as in the authors' code, and
+            not B divided by its 1-norm as everywhere else in the decoder.
         preprocess: The first layer sees differences and residuals of moving averages.
     """
 
     model_type = "ssmzoo_spacetime"
+    own_model: ClassVar[frozenset[str]] = SSMForecastingConfig.own_model | {"raw_start"}
     d_state: int = 64
     n_kernels: int | None = None
     block: Literal["mlp", "glu"] = "mlp"
     kernel_init: Literal["normal", "xavier"] = "normal"
+    raw_start: bool = False
     preprocess: bool = False
 
     def check(self) -> None:

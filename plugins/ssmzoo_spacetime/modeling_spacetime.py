@@ -175,6 +175,7 @@ class SpaceTimeDecoder(SSMDecoder):
     def __init__(self, config: SpaceTimeConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.warm_up, shape = config.d_state, (config.hidden_size, config.d_state)
+        self.raw_start = config.raw_start
         self.a, self.B, self.C, self.K = (nn.Parameter(torch.empty(shape)) for _ in "aBCK")
 
     def filters(self) -> list[Tensor]:
@@ -187,7 +188,8 @@ class SpaceTimeDecoder(SSMDecoder):
         last = companion_state(hidden_states, alpha.to(hidden_states.dtype), cu_seqlens=packing)
         # 1 - k / alpha is a quotient of denominators: closing the loop subtracts k from alpha; it
         # may grow, and float32 would bury its first steps under the rounding of its last
-        return companion_response(last.double(), alpha - k, c, horizon)
+        later = companion_response(last.double(), alpha - k, c, horizon)
+        return later * self.B.double().abs().sum(-1) if self.raw_start else later
 
     def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
         """Return ``C x[t]`` and ``K x[t]``, ``[B, L, H]`` each."""

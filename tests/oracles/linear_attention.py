@@ -299,6 +299,11 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
     projected = x @ weights[prefix + "in_proj.weight"].T
     assert projected.shape[1] == sum(widths)
     mixed, a, b, g = np.split(projected, np.cumsum(widths)[:-1], axis=1)
+    if config["qk_norm"]:  # each head before the convolution, as in hybrid-model-factory
+        for first, width, name in ((0, G * K, "q_norm"), (G * K, keys, "k_norm")):
+            part = mixed[:, first : first + width].reshape(len(x), -1, K)
+            normed = rms_norm(part, weights[f"{prefix}{name}.weight"], config["rms_norm_eps"])
+            mixed[:, first : first + width] = normed.reshape(len(x), width)
     if config["d_conv"] is not None:
         bias = weights[prefix + "conv1d.bias"] if config["conv_bias"] else 0.0
         mixed = short_conv(mixed, weights[prefix + "conv1d.weight"], bias)
@@ -312,11 +317,14 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
     if config["decay_rank"]:
         a = a @ weights[prefix + "decay_proj.weight"].T
     if config["gate_rank"]:
-        g = g @ weights[prefix + "gate_proj.weight"].T
+        bias = weights[prefix + "gate_proj.bias"] if config["gate_bias"] else 0.0
+        g = g @ weights[prefix + "gate_proj.weight"].T + bias
     if decays and not own_keys:
         a = a + weights[prefix + "dt_bias"]
     if config["beta"] == "exp":
         a, b = soft_cap(a, 15.0), soft_cap(b + weights[prefix + "beta_bias"], 15.0)
+    eps = config["out_norm_eps"]
+    eps = config["rms_norm_eps"] if eps is None else eps
     out = np.zeros((len(x), H * V))
     for h in range(H):
         own = slice(h // (H // G) * K, (h // (H // G) + 1) * K)
@@ -349,10 +357,10 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         if config["skip"]:
             y = y + weights[prefix + "D"][h] * v_h
         if config["out_norm"] == "head":
-            y = rms_norm(y, weights[prefix + "out_norm.weight"], config["rms_norm_eps"])
+            y = rms_norm(y, weights[prefix + "out_norm.weight"], eps)
         if config["out_norm"] == "head_layer":
             own = weights[prefix + "out_norm.weight"][h * V : (h + 1) * V]
-            y = rms_norm(centred(y), own, config["rms_norm_eps"])
+            y = rms_norm(centred(y), own, eps)
         out[:, h * V : (h + 1) * V] = y
     if gates:
         out = out * (silu(g) if config["out_gate"] == "silu" else sigmoid(g))
@@ -361,7 +369,7 @@ def mixer(weights: Weights, config: Config, prefix: str, x: Array) -> Array:
         apart = np.split(out, groups, axis=1)
         own = np.split(weights[prefix + "out_norm.weight"], groups)
         pairs = zip(apart, own, strict=True)
-        out = np.hstack([rms_norm(x, weight, config["rms_norm_eps"]) for x, weight in pairs])
+        out = np.hstack([rms_norm(x, weight, eps) for x, weight in pairs])
     return out @ weights[prefix + "out_proj.weight"].T
 
 

@@ -22,6 +22,7 @@ from ssmzoo.analysis.describe import describe_family
 from ssmzoo.modeling import LayerState
 from ssmzoo.testing import FamilyConformance, check
 from ssmzoo_linear_attention import FAMILY
+from ssmzoo_linear_attention.convert_linear_attention import from_official
 
 SMALL = {"hidden_size": 32, "intermediate_size": None, "num_hidden_layers": 2, "vocab_size": 96}
 SMALL |= {"num_heads": 4, "head_k_dim": 6, "head_v_dim": 5, "norm_type": "rms"}
@@ -83,14 +84,22 @@ def relative(got, expected):
     return ((got - expected).abs().max() / expected.abs().max()).item()
 
 
-OTHERS = ["gla-125m", "deltanet-340m", "gated-deltanet-1.3b", "deltaproduct-392m"]
-
-
-@pytest.mark.parametrize("preset", OTHERS)
-def test_other_presets_are_their_papers_models(preset):
-    family = replace(FAMILY, tiny=small(preset, beta_scale=1.5 if "delta" in preset else 1.0))
+@pytest.mark.parametrize(
+    ("preset", "fields"),
+    [
+        ("gla-125m", {}),
+        ("deltanet-340m", {"beta_scale": 1.5}),
+        ("gated-deltanet-1.3b", {"beta_scale": 1.5}),
+        ("deltaproduct-392m", {"beta_scale": 1.5}),
+        ("gated-deltaproduct-392m", {"qk_norm": True}),
+        ("kda-1.3b", {"gate_bias": True, "out_norm_eps": 1e-2}),
+        ("mamba2-130m", {"qk_norm": True, "out_norm_eps": 1e-2}),
+    ],
+)
+def test_other_presets_are_their_papers_models(preset, fields):
+    family = replace(FAMILY, tiny=small(preset, **fields))
     only = ["oracle", "precision", "tokens", "packing", "gradients"]
-    only += ["fused_steps"] if "delta" in preset else []
+    only += ["fused_steps"] if fields and "qk_norm" not in fields else []
     report = check(family, oracle=oracle.logits, only=only)
     assert [result.status for result in report.results] == ["passed"] * len(only), report.table()
 
@@ -141,17 +150,7 @@ def test_mamba2_is_that_of_transformers_and_decodes_as_it(groups):
             parameter += 0.3 * torch.randn_like(parameter)
     own = {"head_k_dim": 8, "head_v_dim": 16, "num_key_heads": groups}
     model = FAMILY.causal_lm_class(FAMILY.config("mamba2-130m", **fields, **own)).eval()
-    keys, weights = 8 * groups, {}
-    for name, tensor in theirs.state_dict().items():
-        name = name.replace("backbone.embeddings", "model.embed_tokens")
-        name = name.replace("backbone.norm_f", "model.norm").replace("backbone.", "model.")
-        if "in_proj" in name:  # gate, x, B, C, dt
-            gate, x, B, C, dt = tensor.split([64, 64, keys, keys, 4])
-            tensor = torch.cat([C, B, x, dt, gate])
-        elif "conv1d" in name:
-            x, B, C = tensor.split([64, keys, keys])
-            tensor = torch.cat([C, B, x])
-        weights[name.replace("mixer.norm", "mixer.out_norm")] = tensor
+    weights, _ = from_official(theirs.state_dict(), theirs.config.to_dict())
     model.load_state_dict(weights)
     ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
     expected = theirs(ids).logits
@@ -319,6 +318,9 @@ def test_poles_are_the_papers_decays():
         ({"gate_logit_normalizer": 16, "decay": "none"}, "gate_logit_normalizer needs decay"),
         ({"decay_rank": 2, "decay": "fixed"}, "decay_rank needs decay"),
         ({"gate_rank": 2, "out_gate": "none"}, "gate_rank needs an out_gate"),
+        ({"out_norm_eps": 1e-5, "out_norm": "none"}, "out_norm_eps needs an out_norm"),
+        ({"out_norm_eps": -1.0}, "out_norm_eps needs to be at least 0 and finite"),
+        ({"gate_bias": True, "gate_rank": None}, "gate_bias needs gate_rank"),
         ({"out_norm": "gated", "out_gate": "sigmoid"}, "out_norm needs out_gate 'silu'"),
         ({"d_conv": None, "conv_bias": True}, "conv_bias needs d_conv"),
         ({"feature_map": "elu"}, "delta_rule needs feature_map 'silu_l2'"),
@@ -330,6 +332,7 @@ def test_poles_are_the_papers_decays():
         ({"num_writes": 2, "skip": True}, "num_writes needs delta_rule and no skip"),
         (small("hgrn2-340m", gate_logit_normalizer=2), "feature_map needs decay 'channel', gate_l"),
         (small("hgrn2-340m", num_key_heads=2), "feature_map needs .* no num_key_heads"),
+        (small("hgrn2-340m", qk_norm=True), "feature_map needs .* and qk_norm, got"),
         (small("xlstm-7b", feature_map="elu"), "beta needs gate_logit_normalizer, feature_map 'id"),
         ({"logit_soft_cap": 0}, "logit_soft_cap needs to be positive"),
     ],
