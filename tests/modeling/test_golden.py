@@ -33,6 +33,7 @@ SMALLEST_OF = {
     "bmojo": {"mixer_types": ["bmojo_f"], "num_attention_heads": 2, "num_key_value_heads": 1},
     "linear_attention": {"num_heads": 2, "num_key_heads": 1},
     "rtf": {"num_denominators": 2},
+    "rwkv7": {"head_dim": 2},
     "spacetime": {"n_kernels": 2},
 }
 

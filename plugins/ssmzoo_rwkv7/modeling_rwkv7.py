@@ -1,0 +1,196 @@
+"""RWKV-7 "Goose": a matrix state under the generalised delta rule, then channel mixing.
+
+What surprises: a block of RWKV-7 has two branches, and both look at the token before. A block of
+the zoo has one mixer, so this one computes both and returns their sum; for the second branch it
+reads the residual stream. Values of the first layer reach the others through ``state.shared``.
+A norm follows the embedding; ``inputs_embeds`` come before it.
+
+Dimensions: B batch, L length, D hidden, H heads, N head.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ssmzoo.modeling import (
+    LayerNorm,
+    LayerState,
+    Linear,
+    Sequences,
+    SSMForCausalLM,
+    SSMForSequenceClassification,
+    SSMMixer,
+    SSMModel,
+    SSMPreTrainedModel,
+    split_heads,
+)
+from ssmzoo_kernels import causal_conv1d, generalized_delta_rule
+
+from .configuration_rwkv7 import RWKV7Config
+
+# what time mixing makes of a token, and the power of its initial weight of the token before
+_SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+_OWN = ("time_shift", "channel_shift", "decay_bias", "rate_bias", "value_bias", "removal_scale")
+_OWN += ("rate_scale", "bonus", "norm_weight", "norm_bias")
+
+
+class LowRank(nn.Module):
+    """``up(activation(down(x)))``."""
+
+    def __init__(self, width: int, rank: int, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.down = Linear(width, rank, bias=False)
+        self.up = Linear(rank, width, bias=False)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``."""
+        return self.up(self.activation(self.down(x)))
+
+
+class RWKV7Mixer(SSMMixer):
+    """Time mixing and channel mixing: the two branches of a block of RWKV-7."""
+
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_OWN, "ssm")
+    reads_residual: ClassVar[bool] = True
+    config: RWKV7Config
+
+    def __init__(self, config: RWKV7Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        width, inner = config.hidden_size, config.d_channel or 4 * config.hidden_size
+        self.size, self.heads = config.head_dim, width // config.head_dim
+        self.r_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.decay = LowRank(width, config.decay_rank, torch.tanh)
+        self.rate = LowRank(width, config.rate_rank, nn.Identity())
+        self.value = LowRank(width, config.value_rank, nn.Identity()) if layer_idx else None
+        self.gate = LowRank(width, config.gate_rank, torch.sigmoid)
+        self.out_proj = Linear(width, width, bias=False)
+        self.channel_norm = LayerNorm(width, eps=config.rms_norm_eps)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+
+        def own(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*size))
+
+        self.time_shift, self.channel_shift = own(len(_SHIFTS), width), own(width)
+        self.decay_bias, self.rate_bias = own(width), own(width)
+        self.value_bias = own(width) if layer_idx else None
+        self.removal_scale, self.rate_scale, self.bonus = own(width), own(width), own(width)
+        self.norm_weight, self.norm_bias = own(width), own(width)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: LayerState,
+        packing: Sequences | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
+        y = self.mix_time(hidden_states, state, packing)
+        stream = hidden_states if residual is None else residual
+        return y + self.mix_channels(self.channel_norm(stream + y), state, packing)
+
+    def mix_time(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
+        """Return the first branch; the state is ``delta_rule [B, H, N, N]``, transposed."""
+        before = token_before(x, "time_shift", state, packing)
+        exact = torch.promote_types(torch.float32, x.dtype)
+        shifts = self.time_shift.to(exact).unbind()
+        xr, xw, xk, xv, xa, xg = (torch.lerp(x.to(exact), before, s).to(x.dtype) for s in shifts)
+        r, k, v = (y.to(exact) for y in (self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)))
+        decay = torch.sigmoid(self.decay_bias.to(exact) + self.decay(xw))
+        rate = torch.sigmoid(self.rate_bias.to(exact) + self.rate(xa))
+        if self.value is None or self.value_bias is None:
+            state.shared["first_values"] = v
+        else:
+            mixture = torch.sigmoid(self.value_bias.to(exact) + self.value(xv))
+            v = torch.lerp(v, state.shared.get("first_values", v), mixture)
+        removal = split_heads(k * self.removal_scale.to(exact), self.heads)
+        removal = F.normalize(removal, dim=-1)
+        k = k * (1 + (rate - 1) * self.rate_scale.to(exact))
+        r, w, k, v, rate = (split_heads(y, self.heads) for y in (r, decay, k, v, rate))
+        w = torch.exp(-math.exp(-0.5) * w)
+        tensors = (r, w, k, v, -removal, removal * rate, state.get("delta_rule"))
+        y, final = generalized_delta_rule(*tensors, cu_seqlens=packing)
+        state.put("delta_rule", final)
+
+        y = F.layer_norm(y, (self.size,), eps=self.size * self.config.rms_norm_eps)
+        y = y.flatten(2) * self.norm_weight.to(exact) + self.norm_bias.to(exact)
+        bonus = split_heads(self.bonus.to(exact).expand_as(y), self.heads)
+        y = y + ((r * k * bonus).sum(-1, keepdim=True) * v).flatten(2)
+        return self.out_proj(y.to(x.dtype) * self.gate(xg))
+
+    def mix_channels(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
+        """Return the second branch."""
+        before = token_before(x, "channel_shift", state, packing)
+        exact = torch.promote_types(torch.float32, x.dtype)
+        mixed = torch.lerp(x.to(exact), before, self.channel_shift.to(exact)).to(x.dtype)
+        return self.down_proj(F.relu(self.up_proj(mixed)).square())
+
+
+def token_before(x: Tensor, name: str, state: LayerState, packing: Sequences | None) -> Tensor:
+    """Return the token before each of ``[B, L, D]``, zeros before the first, float32 at least."""
+    exact = x.to(torch.promote_types(torch.float32, x.dtype))
+    taps = exact.new_tensor([1.0, 0.0]).expand(x.shape[2], 2)  # of the last token, and of this one
+    before, last = causal_conv1d(exact, taps, None, state.get(name), cu_seqlens=packing)
+    state.put(name, last)
+    return before
+
+
+class RWKV7PreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of RWKV-7."""
+
+    config: RWKV7Config
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the mixer's own parameters as the authors' code does; matrices as in every family.
+
+        Later features and earlier layers begin with less of the token before; decays are spread
+        over the features, and over those of a head.
+        """
+        super()._init_weights(module)
+        if not isinstance(module, RWKV7Mixer):
+            return
+        like, size, layers = module.bonus, module.size, self.config.num_hidden_layers
+        count = torch.arange(like.shape[0], device=like.device, dtype=torch.float64)
+        place, line = count / len(count), count / max(1, len(count) - 1)
+        depth, left = module.layer_idx / max(1, layers - 1), 1 - module.layer_idx / layers
+        within = 2 * (count % size) / max(1, size - 1) - 1  # -1 to 1 in every head
+        bow = within * within.abs()
+        shifts = [1 - place ** (power * left) for power in _SHIFTS.values()]
+        init.copy_(module.time_shift, torch.stack(shifts))
+        init.copy_(module.channel_shift, 1 - place ** (left**4))
+        decay = 6 * line ** (1 + depth**0.3) - 5.5 + 2.5 * bow
+        init.copy_(module.decay_bias, decay)
+        init.copy_(module.rate_bias, 0.4 * (line - 0.5) + 0.3 * bow - 0.19)
+        init.copy_(module.removal_scale, 0.71 - 0.1 * (line - 0.5))
+        if module.value_bias is not None:
+            init.copy_(module.value_bias, 0.73 - 0.4 * (line - 0.5))
+        init.constant_(module.rate_scale, 1.02)
+        init.constant_(module.bonus, -0.04)
+        init.constant_(module.norm_weight, ((module.layer_idx + 1) / layers) ** 0.7)
+        init.zeros_(module.norm_bias)
+
+
+class RWKV7Model(RWKV7PreTrainedModel, SSMModel):
+    """RWKV-7's backbone."""
+
+    mixer_class = RWKV7Mixer
+
+    def __init__(self, config: RWKV7Config) -> None:
+        super().__init__(config)
+        self.embed_norm = LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def _embed(self, *given: Any, **named: Any) -> Tensor:
+        return self.embed_norm(super()._embed(*given, **named))
+
+
+RWKV7ForCausalLM = SSMForCausalLM.of(RWKV7Model)
+RWKV7ForSequenceClassification = SSMForSequenceClassification.of(RWKV7Model)
