@@ -37,6 +37,7 @@ from ssmzoo_kernels import (
     feedback_scan,
     fft_conv,
     gated_linear_attention,
+    generalized_delta_rule,
     linear_scan,
     longhorn_scan,
     rational_kernel,
@@ -180,6 +181,11 @@ def _delta(*inputs: Tensor, backend: str) -> Tensor:
 
 def _delta_step_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
     return [*_delta_inputs(B, L, D, N, **where), torch.randn(B, D // N, N, N, **where)]
+
+
+def _generalized_inputs(B: int, L: int, D: int, N: int, **where) -> list[Tensor]:
+    q, k, values, decay, beta = _delta_inputs(B, L, D, N, rowwise=True, **where)
+    return [q, decay.exp(), k, values, -k, beta[..., None] * k]
 
 
 def _attention_by_chunks_flops(B: int, L: int, D: int, N: int) -> tuple[float, float]:
@@ -334,6 +340,15 @@ ENTRIES = [
             ("gated delta", 64, _delta_inputs, _delta, transformers_gated_delta),
             ("KDA", 64, partial(_delta_inputs, rowwise=True), _delta, transformers_kda),
         )
+    ),
+    Entry(
+        "generalized_delta_rule",
+        (4, 512, 512, 64),
+        _generalized_inputs,
+        lambda *x, backend: generalized_delta_rule(*x, backend=backend)[0],
+        _attention_by_chunks_flops,
+        cpu=("cpu",),
+        gpu=(),
     ),
     Entry(
         "gated_linear_attention (step)",

@@ -20,6 +20,7 @@ from ssmzoo_kernels.feedback_scan import feedback_scan
 from ssmzoo_kernels.few_rows_linear import few_rows_linear
 from ssmzoo_kernels.fft_conv import fft_conv
 from ssmzoo_kernels.gated_linear_attention import gated_linear_attention
+from ssmzoo_kernels.generalized_delta_rule import generalized_delta_rule
 from ssmzoo_kernels.innovation import innovation, select_memory
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
@@ -41,6 +42,7 @@ __all__ = [
     "few_rows_linear",
     "fft_conv",
     "gated_linear_attention",
+    "generalized_delta_rule",
     "innovation",
     "inverse_series",
     "last_backend",

@@ -665,7 +665,7 @@ def test_models_of_two_places_are_kept_apart_however_they_are_named(tmp_path, mo
 
 def test_two_runs_of_one_name_do_not_drop_each_others_scores(models, tmp_path, monkeypatch):
     """Nor does a card, which names the version of the package that made the numbers."""
-    told = {"ssmzoo-goose": "0.3.0 (commit 0a1b2c3d4e5f)"}
+    told = {"ssmzoo-leaky": "0.3.0 (commit 0a1b2c3d4e5f)"}
     monkeypatch.setattr(evaluation, "foreign_versions", lambda config: told)
     source = Path(models("llama"))
     name = "L\u00e4ufe 3: U\u0308ber"  # a blank, a colon, an umlaut and one in two parts
@@ -685,7 +685,7 @@ def test_two_runs_of_one_name_do_not_drop_each_others_scores(models, tmp_path, m
     evaluate(paths[1], **options, name=f"{name} b")
     card = render_card(paths[0], results=[written, tmp_path / f"{name} b.json"])
     assert f"| **{name}** | {name} b |" in card.read_text()
-    assert "ssmzoo-goose 0.3.0 (commit 0a1b2c3d4e5f)" in card.read_text()
+    assert "ssmzoo-leaky 0.3.0 (commit 0a1b2c3d4e5f)" in card.read_text()
 
 
 def test_kept_scores_keep_their_own_versions_through_several_calls():

@@ -423,6 +423,19 @@ class RowwiseGatedLinearAttention(GatedLinearAttention):
     ragged = {**GatedLinearAttention.ragged, "E": 5}
 
 
+class GeneralizedDeltaRule(OpContract):
+    op, declaration = op("generalized_delta_rule")
+    sizes = {"B": 2, "L": 40, "H": 2, "K": 4, "V": 3}
+    shapes = (
+        *lengths(0, 1, 2, 15, 16, 17, 64, H=3, K=5, V=6),
+        *grid(L=[18], K=[1, 16, 37], V=[1, 35]),
+    )
+    many = {"L": 300, "H": 4, "K": 16, "V": 17}
+    ragged = {"B": 4, "L": 37, "H": 2, "K": 5, "V": 19}
+    # states of random ones would grow beyond all bounds
+    values = {"w": torch.sigmoid, "a": lambda a: a / 4, "b": lambda b: b / 4}
+
+
 # of calls that every backend takes
 _NAMED = [x for x in [*vars().values()] if isinstance(x, type)]
 CONTRACTS = [

@@ -34,6 +34,7 @@ SMALLEST_OF = {
     "hybrid": {"num_hidden_layers": 4, "intermediate_size": 3},
     "linear_attention": {"num_heads": 2, "num_key_heads": 1},
     "rtf": {"num_denominators": 2},
+    "rwkv7": {"head_dim": 2},
     "spacetime": {"n_kernels": 2},
 }
 

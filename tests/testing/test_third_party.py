@@ -16,7 +16,7 @@ from tests.environments import build_wheel, make_environment
 pytestmark = pytest.mark.xdist_group("packaging")
 
 HERE = Path(__file__).parent
-TOY, GOOSE = HERE.parent / "toy_family", HERE.parent / "foreign_families" / "goose"
+TOY, LEAKY = HERE.parent / "toy_family", HERE.parent / "foreign_families" / "leaky"
 RECIPE = """
 model: {family: toy, config: {hidden_size: 16, num_hidden_layers: 1}}
 data: {text: text.txt, validation: 0.2}
@@ -26,10 +26,10 @@ checkpoint: {every: 4, keep: 1}
 log: {every: 1}
 """
 
-SMALL = "{hidden_size: 32, num_hidden_layers: 2, head_dim: 16}"
+SMALL = "{hidden_size: 32, num_hidden_layers: 2}"
 SWEEP = """
 models:
-  Goose: {family: goose, config: {num_hidden_layers: 1, head_dim: 8}}
+  Leaky: {family: leaky, config: {num_hidden_layers: 1}}
 problems:
   pairs:
     data:
@@ -56,13 +56,13 @@ WORK = (
     + """
 from pathlib import Path
 
-for name in ("toy", "goose"):
+for name in ("toy", "leaky"):
     told("train", f"{name}.yaml", "--output", name)
-found = {"doctor": json.loads(told("doctor", "goose/model", "--length", "8", "--json"))}
-told("inspect", "goose/model", "--output", "pictures", "--length", "16", "--sequences", "1")
+found = {"doctor": json.loads(told("doctor", "leaky/model", "--length", "8", "--json"))}
+told("inspect", "leaky/model", "--output", "pictures", "--length", "16", "--sequences", "1")
 told("sweep", "sweep.yaml", "--output", "sweep")
-told("card", "goose/model")
-told("publish", "goose/model", "./published")
+told("card", "leaky/model")
+told("publish", "leaky/model", "./published")
 found["files"] = sorted(path.name for path in Path("published").iterdir())
 found["check"] = json.loads(told("check", "toy", "--only", "padding,trainer,lora", "--json"))
 print(json.dumps(found))
@@ -81,7 +81,7 @@ found = {"classes": [type(auto.from_pretrained("toy/model")).__name__ for auto i
 found["model_type"] = AutoConfig.from_pretrained("toy/model").model_type
 ids = torch.arange(40).view(2, 20)
 with torch.no_grad():
-    logits = AutoModelForCausalLM.from_pretrained("goose/model").eval()(ids).logits
+    logits = AutoModelForCausalLM.from_pretrained("leaky/model").eval()(ids).logits
 save_file({"logits": logits}, "ours.safetensors")
 """
     + TELL
@@ -117,13 +117,13 @@ def test_the_page_on_adding_a_family_shows_this_recipe():
 @pytest.fixture(scope="module")
 def worked(wheel, tmp_path_factory):
     """An environment with the wheels of two families, one with an op in C, and what WORK found."""
-    theirs = [build_wheel(path, tmp_path_factory.mktemp(path.name)) for path in (TOY, GOOSE)]
+    theirs = [build_wheel(path, tmp_path_factory.mktemp(path.name)) for path in (TOY, LEAKY)]
     environment = make_environment(tmp_path_factory.mktemp("venv"), wheel, *theirs)
     small = RECIPE.replace("{hidden_size: 16, num_hidden_layers: 1}", SMALL)
     lines = [f"line {i} of a text that repeats itself\n" for i in range(400)]
     for name, text in {
         "toy.yaml": RECIPE,
-        "goose.yaml": small.replace("toy", "goose"),
+        "leaky.yaml": small.replace("toy", "leaky"),
         "sweep.yaml": SWEEP,
         "text.txt": "".join(lines),
     }.items():
@@ -170,18 +170,18 @@ def test_it_trains_generates_inspects_and_loads_by_auto_classes(worked, used):
 def test_an_op_in_c_of_another_wheel_runs_wherever_ours_do(worked):
     environment, told = worked
     for layer in told["doctor"]["model"]["layers"]:
-        assert layer["read"]["goose_delta_rule"] == layer["step"]["goose_delta_rule"] == "cpu"
-    found = losses(environment.folder / "goose")
+        assert layer["read"]["leaky_sum"] == layer["step"]["leaky_sum"] == "cpu"
+    found = losses(environment.folder / "leaky")
     assert found[-1] < found[0]
-    assert "Goose" in (environment.folder / "sweep" / "ledger.csv").read_text()
+    assert "Leaky" in (environment.folder / "sweep" / "ledger.csv").read_text()
     assert any(path.suffix == ".png" for path in (environment.folder / "pictures").rglob("*"))
 
 
 @pytest.mark.long
 def test_it_is_published_with_its_formula_and_loads_where_nothing_of_ours_is(worked, used):
     environment, told = worked
-    op = {name for name in told["files"] if name.startswith("ssmzoo_goose_delta_rule")}
-    assert op == {"ssmzoo_goose_delta_rule.py", "ssmzoo_goose_delta_rule_reference.py"}
+    op = {name for name in told["files"] if name.startswith("ssmzoo_leaky_leaky_sum")}
+    assert op == {"ssmzoo_leaky_leaky_sum.py", "ssmzoo_leaky_leaky_sum_reference.py"}
     environment.run("python", "-c", ALONE, HERE.parent / "publishing", HF_HUB_OFFLINE="1")
     ours, alone = (
         load_file(environment.folder / f"{name}.safetensors")["logits"]

@@ -3,18 +3,17 @@
 What surprises: a block of RWKV-7 has two branches, and both look at the token before. A block of
 the zoo has one mixer, so this one computes both and returns their sum; for the second branch it
 reads the residual stream. Values of the first layer reach the others through ``state.shared``.
-RWKV-7's norm right behind the embedding is left out.
+A norm follows the embedding; ``inputs_embeds`` come before it.
 
 Dimensions: B batch, L length, D hidden, H heads, N head.
 """
 
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -23,7 +22,6 @@ from ssmzoo.modeling import (
     LayerState,
     Linear,
     Sequences,
-    SSMConfig,
     SSMForCausalLM,
     SSMForSequenceClassification,
     SSMMixer,
@@ -31,44 +29,14 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     split_heads,
 )
-from ssmzoo_kernels import causal_conv1d
+from ssmzoo_kernels import causal_conv1d, generalized_delta_rule
 
-from .delta_rule import delta_rule
+from .configuration_rwkv7 import RWKV7Config
 
-# what time mixing makes of a token, and where the initial weight of the token before comes from
+# what time mixing makes of a token, and the power of its initial weight of the token before
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 _OWN = ("time_shift", "channel_shift", "decay_bias", "rate_bias", "value_bias", "removal_scale")
 _OWN += ("rate_scale", "bonus", "norm_weight", "norm_bias")
-
-
-@strict
-class GooseConfig(SSMConfig):
-    """Fields beyond those that every family has; the ranks are the paper's for 768 features.
-
-    Attributes:
-        head_dim: N, rows and columns of a head's state; it divides the hidden size.
-        d_channel: Inner width of channel mixing; None: four times the hidden size.
-        decay_rank: Rank of the decays' projection.
-        rate_rank: Of the in-context learning rates'.
-        value_rank: Of the mixture with the first layer's values.
-        gate_rank: Of the output gate's.
-    """
-
-    model_type = "ssmzoo_goose"
-    norm_type: Literal["rms", "layer", "batch", "none"] = "layer"
-    head_dim: int = 64
-    d_channel: int | None = None
-    decay_rank: int = 64
-    rate_rank: int = 64
-    value_rank: int = 32
-    gate_rank: int = 128
-
-    def check(self) -> None:
-        super().check()
-        if self.head_dim < 1 or self.hidden_size % self.head_dim:
-            raise ValueError(
-                f"head_dim must divide hidden_size, got {self.head_dim} and {self.hidden_size}"
-            )
 
 
 class LowRank(nn.Module):
@@ -81,16 +49,18 @@ class LowRank(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, L, D]`` to ``[B, L, D]``."""
         return self.up(self.activation(self.down(x)))
 
 
-class GooseMixer(SSMMixer):
+class RWKV7Mixer(SSMMixer):
     """Time mixing and channel mixing: the two branches of a block of RWKV-7."""
 
-    param_group_names = dict.fromkeys(_OWN, "ssm")
-    reads_residual = True
+    param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_OWN, "ssm")
+    reads_residual: ClassVar[bool] = True
+    config: RWKV7Config
 
-    def __init__(self, config: GooseConfig, layer_idx: int) -> None:
+    def __init__(self, config: RWKV7Config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         width, inner = config.hidden_size, config.d_channel or 4 * config.hidden_size
         self.size, self.heads = config.head_dim, width // config.head_dim
@@ -147,7 +117,7 @@ class GooseMixer(SSMMixer):
         r, w, k, v, rate = (split_heads(y, self.heads) for y in (r, decay, k, v, rate))
         w = torch.exp(-math.exp(-0.5) * w)
         tensors = (r, w, k, v, -removal, removal * rate, state.get("delta_rule"))
-        y, final = delta_rule(*tensors, cu_seqlens=packing)
+        y, final = generalized_delta_rule(*tensors, cu_seqlens=packing)
         state.put("delta_rule", final)
 
         y = F.layer_norm(y, (self.size,), eps=self.size * self.config.rms_norm_eps)
@@ -173,40 +143,54 @@ def token_before(x: Tensor, name: str, state: LayerState, packing: Sequences | N
     return before
 
 
-class GoosePreTrainedModel(SSMPreTrainedModel):
-    config: GooseConfig
+class RWKV7PreTrainedModel(SSMPreTrainedModel):
+    """Loading and initialisation of RWKV-7."""
+
+    config: RWKV7Config
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the mixer's own parameters, simpler than the authors' code does.
+        """Draw the mixer's own parameters as the authors' code does; matrices as in every family.
 
-        Later features and earlier layers begin with less of the token before, and slow decays are
-        spread over the features.
+        Later features and earlier layers begin with less of the token before; decays are spread
+        over the features, and over those of a head.
         """
         super()._init_weights(module)
-        if not isinstance(module, GooseMixer):
+        if not isinstance(module, RWKV7Mixer):
             return
-        width = module.time_shift.shape[1]
-        place = torch.arange(width, device=module.time_shift.device) / width
-        left = 1 - module.layer_idx / self.config.num_hidden_layers
+        like, size, layers = module.bonus, module.size, self.config.num_hidden_layers
+        count = torch.arange(like.shape[0], device=like.device, dtype=torch.float64)
+        place, line = count / len(count), count / max(1, len(count) - 1)
+        depth, left = module.layer_idx / max(1, layers - 1), 1 - module.layer_idx / layers
+        within = 2 * (count % size) / max(1, size - 1) - 1  # -1 to 1 in every head
+        bow = within * within.abs()
         shifts = [1 - place ** (power * left) for power in _SHIFTS.values()]
         init.copy_(module.time_shift, torch.stack(shifts))
         init.copy_(module.channel_shift, 1 - place ** (left**4))
-        init.copy_(module.decay_bias, 6 * place - 6)
-        for name, value in (("removal_scale", 0.7), ("rate_scale", 1.0), ("norm_weight", 1.0)):
-            init.constant_(getattr(module, name), value)
-        for name in ("rate_bias", "value_bias", "bonus", "norm_bias"):
-            if getattr(module, name) is not None:
-                init.zeros_(getattr(module, name))
+        decay = 6 * line ** (1 + depth**0.3) - 5.5 + 2.5 * bow
+        init.copy_(module.decay_bias, decay)
+        init.copy_(module.rate_bias, 0.4 * (line - 0.5) + 0.3 * bow - 0.19)
+        init.copy_(module.removal_scale, 0.71 - 0.1 * (line - 0.5))
+        if module.value_bias is not None:
+            init.copy_(module.value_bias, 0.73 - 0.4 * (line - 0.5))
+        init.constant_(module.rate_scale, 1.02)
+        init.constant_(module.bonus, -0.04)
+        init.constant_(module.norm_weight, ((module.layer_idx + 1) / layers) ** 0.7)
+        init.zeros_(module.norm_bias)
 
 
-class GooseModel(GoosePreTrainedModel, SSMModel):
-    mixer_class = GooseMixer
+class RWKV7Model(RWKV7PreTrainedModel, SSMModel):
+    """RWKV-7's backbone."""
+
+    mixer_class = RWKV7Mixer
+
+    def __init__(self, config: RWKV7Config) -> None:
+        super().__init__(config)
+        self.embed_norm = LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def _embed(self, *given: Any, **named: Any) -> Tensor:
+        return self.embed_norm(super()._embed(*given, **named))
 
 
-class GooseForCausalLM(GoosePreTrainedModel, SSMForCausalLM):
-    model_class = GooseModel
-
-
-class GooseForSequenceClassification(GoosePreTrainedModel, SSMForSequenceClassification):
-    model_class = GooseModel
+RWKV7ForCausalLM = SSMForCausalLM.of(RWKV7Model)
+RWKV7ForSequenceClassification = SSMForSequenceClassification.of(RWKV7Model)

@@ -1,4 +1,4 @@
-"""The generalised delta rule in C: delta_rule.c, which the zoo compiles when it first runs."""
+"""The generalised delta rule in C: generalized_delta_rule.c."""
 
 import ctypes
 import functools
@@ -11,18 +11,18 @@ from torch import Tensor
 from ssmzoo_kernels import native
 from ssmzoo_kernels.declaration import accumulator
 
-_SOURCE = Path(__file__).with_name("delta_rule.c")
+_SOURCE = Path(__file__).with_name("generalized_delta_rule.c")
 _NAMES = ("r", "w", "k", "v", "a", "b", "initial")
 
 
 class _Tensors(ctypes.Structure):
-    """``Tensors`` of delta_rule.c."""
+    """``Tensors`` of generalized_delta_rule.c."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in _NAMES)
 
 
 class _Sizes(ctypes.Structure):
-    """``Sizes`` of delta_rule.c."""
+    """``Sizes`` of generalized_delta_rule.c."""
 
     _fields_ = (
         ("offsets", ctypes.c_void_p),
@@ -49,8 +49,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     y = torch.empty(v.shape, dtype=exact, device="cpu")
     final = torch.empty(shape, dtype=exact, device="cpu")
     tensors = _Tensors(*native.addresses(given))
-    if load(exact).forward(sizes, tensors, y.data_ptr(), final.data_ptr(), threads):
-        raise MemoryError("goose_delta_rule: no memory for an answer of the state")
+    load(exact).forward(sizes, tensors, y.data_ptr(), final.data_ptr(), threads)
     return y.to(v.dtype), final
 
 
@@ -65,7 +64,7 @@ def backward(
     wanted = [native.whole(x, exact) for x in (grad_y, grad_final)]
     tensors, grads = (_Tensors(*native.addresses(x)) for x in (given, found))
     if load(exact).backward(sizes, tensors, *native.addresses(wanted), grads, threads):
-        raise MemoryError("goose_delta_rule: no memory for the states between tokens")
+        raise MemoryError("generalized_delta_rule: no memory for the states between tokens")
     return found
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def delta_rule(
+def generalized_delta_rule(
     r: Tensor,  # [B, L, H, K]
     w: Tensor,
     k: Tensor,

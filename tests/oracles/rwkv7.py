@@ -2,7 +2,6 @@
 
 One vector at a time; vectors are rows, as in the paper, and so is ``wkv [N, N]``. The parameter
 names are ours. Directions of mixtures with the first layer's values are those of the authors' code.
-Left out, as in the model: the norm behind the embedding.
 """
 
 from collections.abc import Mapping
@@ -80,7 +79,9 @@ def logits(weights: Mapping[str, Array], config: Mapping[str, Any], input_ids: A
     eps, N = config["rms_norm_eps"], config["head_dim"]
     rows = []
     for ids in input_ids:
-        x, first = weights["model.embed_tokens.weight"][ids], None
+        norm = (*(weights[f"model.embed_norm.{n}"] for n in ("weight", "bias")), eps)
+        x = np.array([layer_norm(t, *norm) for t in weights["model.embed_tokens.weight"][ids]])
+        first = None
         for i in range(config["num_hidden_layers"]):
             layer = f"model.layers.{i}."
             p = {n.removeprefix(f"{layer}mixer."): w for n, w in weights.items() if layer in n}
