@@ -20,7 +20,7 @@ from report import write_table
 PRESET, WORDS, ROWS, LENGTH = "longhorn-125m", 50_304, 4, 2048
 
 
-def step(skip: bool, checkpointing: bool) -> dict[str, float]:
+def step(skip: bool, checkpointing: bool, autocast: bool) -> dict[str, float]:
     """Return the seconds of a step, and the MiB by which the process grew."""
     import torch
 
@@ -33,13 +33,15 @@ def step(skip: bool, checkpointing: bool) -> dict[str, float]:
         model.gradient_checkpointing_enable()
     for rows, length in ((1, 64), (ROWS, LENGTH)):
         ids = torch.randint(WORDS, (rows, length))
-        before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        loss = model(ids, labels=ids, skip_logits=skip, use_cache=False).loss
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(ids, labels=ids, skip_logits=skip, use_cache=False).loss
         loss.backward()
-        seconds = time.perf_counter() - begin
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         model.zero_grad(set_to_none=False)
-    return {"seconds": seconds, "grown_mib": grown / 2**10, "loss": loss.item()}
+    return {"seconds": seconds, "cpu_seconds": cpu, "grown_mib": grown / 2**10, "loss": loss.item()}
 
 
 def main() -> int:
@@ -50,19 +52,22 @@ def main() -> int:
     parser.add_argument(
         "--checkpointing", action="store_true", help="gradient checkpointing: few activations"
     )
+    parser.add_argument("--autocast", action="store_true", help="bfloat16, weights in float32")
     parser.add_argument("--step", choices=("with", "without"), help="one step, in this process")
     options = parser.parse_args()
     if options.step is not None:
-        print(json.dumps(step(options.step == "without", options.checkpointing)))
+        print(json.dumps(step(options.step == "without", options.checkpointing, options.autocast)))
         return 0
     rows = []
     for run in range(options.runs):
         for kind in ("with", "without"):
             call = [sys.executable, __file__, str(options.output), "--step", kind]
             call += ["--checkpointing"] if options.checkpointing else []
+            call += ["--autocast"] if options.autocast else []
             found = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
             rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
-            rows[-1] |= {"checkpointing": options.checkpointing, "run": run, **found}
+            rows[-1] |= {"checkpointing": options.checkpointing, "autocast": options.autocast}
+            rows[-1] |= {"run": run, **found}
             print(rows[-1], flush=True)
     write_table(rows, options.output)
     return 0
