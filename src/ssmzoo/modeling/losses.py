@@ -132,7 +132,7 @@ def next_token_loss(
         )
 
 
-_PIECE = 2**25  # logits that exist at a time, in float32 128 MiB; their gradients as many
+_PIECE = 2**24  # logits that exist at a time, in float32 64 MiB; their gradients as many
 
 
 def loss_without_logits(
@@ -179,14 +179,19 @@ class _PieceByPiece(torch.autograd.Function):
         ]
         for begin in range(0, len(rows), length):
             place = slice(begin, begin + length)
+            piece = rows[place].detach().requires_grad_(asked)
             with torch.set_grad_enabled(asked):
-                piece = rows[place].detach().requires_grad_(asked)
-                loss = nn.functional.cross_entropy(
-                    head(piece).to(exact), targets[place], reduction="sum"
-                )
-            total += loss.detach()
+                logits = head(piece)
+            scores = logits.detach().log_softmax(-1, dtype=exact)
+            wanted = targets[place]
+            total += nn.functional.nll_loss(scores, wanted, ignore_index=IGNORED, reduction="sum")
             if asked:
-                slopes = torch.autograd.grad(loss, [piece, *weights], allow_unused=True)
+                # by the logits: softmax, less 1 at the target
+                slope, counts = scores.exp_(), (wanted != IGNORED).to(exact).unsqueeze(1)
+                slope.scatter_add_(1, wanted.clamp(min=0).unsqueeze(1), -counts).mul_(counts)
+                slopes = torch.autograd.grad(
+                    logits, [piece, *weights], slope.to(logits.dtype), allow_unused=True
+                )
                 if weights and all(slope is None for slope in slopes[1:]):
                     raise ValueError(
                         "skip_logits needs a head that computes with its own parameters, and "
