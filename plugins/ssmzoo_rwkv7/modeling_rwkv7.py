@@ -188,8 +188,9 @@ class RWKV7Model(RWKV7PreTrainedModel, SSMModel):
         super().__init__(config)
         self.embed_norm = LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def _embed(self, *given: Any, **named: Any) -> Tensor:
-        return self.embed_norm(super()._embed(*given, **named))
+    # not of the embeddings: what a cache reads again are these, before the norm
+    def _read(self, hidden_states: Tensor, *given: Any) -> Any:
+        return super()._read(self.embed_norm(hidden_states), *given)
 
 
 RWKV7ForCausalLM = SSMForCausalLM.of(RWKV7Model)

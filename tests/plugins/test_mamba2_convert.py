@@ -1,5 +1,6 @@
 """Mamba2's checkpoints by three codes' configurations; transformers' model judges the logits."""
 
+import inspect
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from ssmzoo.checkpoints.convert import to_family, to_official
 from ssmzoo_linear_attention import FAMILY
@@ -38,6 +40,10 @@ def stock(**fields):
     return model
 
 
+@pytest.mark.skipif(
+    "group_size" not in inspect.signature(MambaRMSNormGated).parameters,
+    reason="this version of transformers norms all groups of heads at once",
+)
 @pytest.mark.parametrize("kind", ["state-spaces", "transformers", "fla", "tied"])
 @torch.no_grad()
 def test_a_folder_goes_in_with_equal_logits_and_back_without_a_changed_bit(kind, tmp_path):
