@@ -35,7 +35,6 @@ from ssmzoo.modeling import (
     recurrent,
 )
 from ssmzoo_kernels import longhorn_scan
-from ssmzoo_kernels.recomputed import Recomputed
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_longhorn import LonghornConfig
@@ -65,26 +64,17 @@ class LonghornScan(SSMMixer):
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None, *, z: Tensor
     ) -> Tensor:
         """Return the gated scan of the input, ``scan(x) * SiLU(z)``, all ``[B, L, E]``."""
-        with Recomputed(hidden_states) as again:
-            inputs = self.scan_inputs(hidden_states, state, packing, again)
-            return self.scan(inputs, z, self.out_norm, state, packing)
+        inputs = self.scan_inputs(hidden_states, state, packing)
+        return self.scan(inputs, z, self.out_norm, state, packing)
 
     def scan_inputs(
-        self, x: Tensor, state: LayerState, packing: Sequences | None, again: Recomputed
+        self, x: Tensor, state: LayerState, packing: Sequences | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Map ``x [B, L, E]`` to ``u [B, L, E]``, ``q`` and ``k [B, L, N]``, ``dt [B, L, E]``.
-
-        ``u`` and ``dt`` are cheap to compute, so that training computes them ``again``.
-        """
-        given = x.detach(), state.get("conv"), packing
-        u, conv_state = self.conv1d(x, *given[1:])
-        again.add(u, lambda: self.conv1d(*given)[0])
+        """Map ``x [B, L, E]`` to ``u [B, L, E]``, ``q`` and ``k [B, L, N]``, ``dt [B, L, E]``."""
+        u, conv_state = self.conv1d(x, state.get("conv"), packing)
         state.put("conv", conv_state)
-        low, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
-        dt = self.dt_proj(low)
-        if type(self.dt_proj) is Linear:  # an adapter's dropout would draw anew
-            again.add(dt, lambda: self.dt_proj(low.detach()))
-        return u, q, k, dt
+        dt, k, q = self.x_proj(u).split(self.splits, dim=-1)  # [B, L, R], [B, L, N], [B, L, N]
+        return u, q, k, self.dt_proj(dt)
 
     def scan(
         self,
@@ -139,9 +129,8 @@ class LonghornMixer(LonghornScan):
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``; the state is ``conv`` and ``ssm [B, E, N]``."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)  # [B, L, E] each
-        with Recomputed(x) as again:
-            inputs = self.scan_inputs(x, state, packing, again)
-            o = self.scan(inputs, z, self.out_norm, state, packing)
+        inputs = self.scan_inputs(x, state, packing)
+        o = self.scan(inputs, z, self.out_norm, state, packing)
         if self.config.directions != "forward":
             fresh, z = LayerState(packing=packing), flip(z, packing)
             if self.reverse is None:
@@ -187,9 +176,7 @@ class LonghornMixer(LonghornScan):
             return None
         x, _ = self.in_proj(hidden_states).chunk(2, dim=-1)
         exact = torch.promote_types(torch.float32, x.dtype)
-        u, q, k, dt = (
-            t.detach().to(exact) for t in self.scan_inputs(x, LayerState(), None, Recomputed(x))
-        )
+        u, q, k, dt = (t.detach().to(exact) for t in self.scan_inputs(x, LayerState(), None))
         with torch.enable_grad():
             u.requires_grad_()
             o, _ = longhorn_scan(u, q, k, dt, self.dt_bias.detach(), transition=self.transition)

@@ -34,11 +34,6 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
-def is_plain(x: torch.Tensor) -> bool:
-    """Tell whether nothing watches what is done with a tensor: nobody asks for certain here."""
-    return False
-
-
 def decodes_on_cpu(x: torch.Tensor) -> bool:
     """Tell whether a kernel for CPUs may take a tensor: none is here."""
     return False
