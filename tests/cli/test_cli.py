@@ -19,7 +19,10 @@ from ssmzoo.cli.main import VERBS, main, parsers
 from ssmzoo.evaluation.generate import generate
 
 _FIRST = "list info doctor train consolidate generate eval inspect card publish export convert"
-COMMANDS = [*_FIRST.split(), *["distill", "sweep", "exec", "check", "bench", "export-kernels"]]
+COMMANDS = [
+    *_FIRST.split(),
+    *["prime", "distill", "sweep", "exec", "check", "bench", "export-kernels"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +150,13 @@ def test_an_option_means_the_same_in_every_command():
                 kind = (type(action), action.type, action.choices, action.dest)
                 if flag == "--batch-size" and name == "eval":
                     continue  # which takes "auto", too
+                if flag == "--layers" and name == "prime":
+                    continue  # which takes "half", too
                 kinds.setdefault(flag, {})[name] = kind
     for flag, found in kinds.items():
         assert len(set(found.values())) == 1, (flag, found)
     assert set(kinds["--output"]) == {
-        *("train", "eval", "inspect", "card", "convert", "distill", "sweep", "bench"),
+        *("train", "eval", "inspect", "card", "convert", "prime", "distill", "sweep", "bench"),
         *("consolidate", "export", "export-kernels"),
     }
     every = {"list", "info", "doctor", "eval", "inspect", "publish", "distill", "sweep", "check"}

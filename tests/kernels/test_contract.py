@@ -72,7 +72,7 @@ class Kernels:
 
 
 LEAKY_SUM = Op(
-    "leaky_sum",
+    "test_leaky_sum",
     inputs={"x": "B L D", "decay": "D", "initial_state": "S D?"},
     outputs={"y": "B L D", "final_state": "S D as exact"},
     kernels=lambda _: Kernels,

@@ -9,7 +9,8 @@ from ssmzoo.family import families, load_family
 @pytest.mark.parametrize("name", sorted(families()))
 def test_what_no_model_has_drawn_is_nan(name):
     family = load_family(name)
-    mixer = family.model_class.mixer_class(family.config(**family.tiny), 0)
+    kind, config = family.model_class.kind_of_layer(family.config(**family.tiny), 0)
+    mixer = kind.mixer_class(config, 0)
     made_by_empty = [p for p in mixer.parameters() if p.isnan().any()]
     assert all(p.isnan().all() for p in made_by_empty)
     assert bool(made_by_empty) == (name != "longhorn")  # it draws what it makes

@@ -24,10 +24,10 @@ def layer_of(name, **fields):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_is_drawn_as_a_model_draws_it(name):
     family = load_family(name)
-    config = family.config(**family.tiny)
-    model = family.model_class(config)
+    kind, config = family.model_class.kind_of_layer(family.config(**family.tiny), 1)
+    model = kind(config)
     torch.manual_seed(0)
-    expected = family.model_class.mixer_class(config, 1).apply(model._init_weights).state_dict()
+    expected = kind.mixer_class(config, 1).apply(model._init_weights).state_dict()
     torch.manual_seed(0)
     got = ssmzoo.layer(name, layer_idx=1, **family.tiny).mixer.state_dict()
     assert got.keys() == expected.keys()

@@ -246,19 +246,15 @@ def attend(
     seen, past = state.get("seen"), (state.get("keys"), state.get("values"))
     if state.keep:
         rows = None if packing is None else packing.aligned()
-        before, kept = state.get_row("seen"), []
+        before = state.get_row("seen")
         if before is None:
             sequences = q.shape[0] if rows is None else rows.lengths.shape[0]
             before = q.new_zeros(sequences, dtype=torch.int64)
         read = before + (q.shape[1] if rows is None else rows.lengths)
         for name, new in (("keys", k), ("values", v)):
             room = state.room if window is None else window
-            kept.append(_newest(state.get_row(name), new.flatten(2), rows, room))
-            state.put_row(name, kept[-1])
+            state.put_row(name, _newest(state.get_row(name), new.flatten(2), rows, room))
         state.put_row("seen", read)
-        if packing is None and q.shape[1] == 1:
-            keys, values = (split_heads(x, k.shape[2]) for x in kept)
-            return _attend_once(q, keys, values, read)
     past_k, past_v = (x if x is None else split_heads(x, k.shape[2]) for x in past)
     return eidetic_attention(
         q, k, v, window=window, past_k=past_k, past_v=past_v, seen=seen, cu_seqlens=packing
@@ -280,15 +276,3 @@ def _newest(old: Tensor | None, new: Tensor, rows: AlignedRows | None, room: int
     if room is not None:  # zeros in front, or fewer rows
         table = F.pad(table, (0, 0, room - table.shape[1], 0))
     return table
-
-
-def _attend_once(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Let one token ``[B, 1, H, d]`` attend to the last ``seen`` rows of ``[B, P, G, d]``."""
-    rows, groups = k.shape[1:3]
-    absent = torch.arange(rows, device=k.device) < (rows - seen)[:, None]
-    # heads that share keys are queries of one head
-    queries = q.view(q.shape[0], groups, q.shape[2] // groups, q.shape[3])
-    out = F.scaled_dot_product_attention(
-        queries, k.transpose(1, 2), v.transpose(1, 2), attn_mask=~absent[:, None, None]
-    )
-    return out.reshape(q.shape)
