@@ -33,6 +33,7 @@ SMALLEST_OF = {
     "bmojo": {"mixer_types": ["bmojo_f"], "num_attention_heads": 2, "num_key_value_heads": 1},
     "hybrid": {"num_hidden_layers": 4, "intermediate_size": 3},
     "linear_attention": {"num_heads": 2, "num_key_heads": 1},
+    "mamba3": {"head_dim": 4, "d_state": 4},
     "rtf": {"num_denominators": 2},
     "rwkv7": {"head_dim": 2},
     "spacetime": {"n_kernels": 2},
