@@ -115,8 +115,8 @@ def _prime(options: argparse.Namespace) -> int:
 
 PRIME = Verb(
     "prime",
-    "start a hybrid from a Transformer: other mixers in place of attention",
-    "ssmzoo prime runs/llama-teacher/model --mixer longhorn --layers half --output runs/primed",
+    "start a hybrid from a Transformer",
+    "ssmzoo prime runs/llama/model --mixer longhorn --output runs/primed",
     (
         SAVED_MODEL,
         Option("--mixer", metavar="FAMILY[:PRESET]", required=True, help="the new mixer"),
