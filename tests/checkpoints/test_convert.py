@@ -159,7 +159,7 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
         ("theirs.safetensors --to rtf --output o --config nix", "nix does not exist"),
         (
             "theirs.safetensors --to coffee --output o",
-            "have one: bmojo, dss, h3, hybrid, linear_attention, longhorn, rtf",
+            "have one: bmojo, dss, h3, hybrid, linear_attention, longhorn, mamba3, rtf",
         ),
         (
             "theirs.safetensors --to rtf --output model",
@@ -177,7 +177,7 @@ def test_half_precision_weights_keep_their_dtype_between_codes(tmp_path, capsys)
         ("mamba --to official --output o.safetensors", "model of an installed family"),
         (
             "coffee --to official --output o.safetensors",
-            "have one: dss, hybrid, linear_attention, longhorn, rtf",
+            "have one: dss, hybrid, linear_attention, longhorn, mamba3, rtf",
         ),
         ("labels --to official --output o.safetensors", "has a RTFForCausalLM only"),
     ],

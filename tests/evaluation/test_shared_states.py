@@ -366,6 +366,8 @@ def test_lm_eval_itself_takes_the_model_by_name(saved, monkeypatch, capsys):
     command += ["--include_path", str(ssmzoo.files.package_data("eval/tasks")), "--device", "cpu"]
     command += ["--tasks", "ssmzoo_recall_text", "--limit", "6", "--batch_size", "3"]
     monkeypatch.setattr(sys, "argv", command)
+    # or it would log into what is captured now from all later tests
+    monkeypatch.setattr("lm_eval.utils._LOGGING_CONFIGURED", True)
     cli_evaluate()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "|acc" in line]
     path = evaluate(saved / "model", tasks=["ssmzoo_recall_text"], limit=6, output_dir=saved)

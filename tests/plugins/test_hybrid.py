@@ -23,7 +23,7 @@ from ssmzoo.testing import FamilyConformance
 from ssmzoo_hybrid import FAMILY
 
 FOREIGN = Path(__file__).parents[1] / "foreign_families"
-FAMILIES = [*sorted({*OURS} - {"hybrid"}), "gru", "goose"]
+FAMILIES = [*sorted({*OURS} - {"hybrid"}), "gru", "leaky"]
 TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
 # to all tokens, with positions: the kit's is to a window, without
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -41,7 +41,7 @@ class TestHybrid(FamilyConformance):
 def foreign(tmp_path_factory):
     """Somebody else's families, as pip would install them."""
     site = tmp_path_factory.mktemp("site")
-    packages = ("ssmzoo_gru", "ssmzoo_goose")
+    packages = ("ssmzoo_gru", "ssmzoo_leaky")
     for package in packages:
         name = package.removeprefix("ssmzoo_")
         ignored = shutil.ignore_patterns("__pycache__")

@@ -44,7 +44,8 @@ class GroupRMSNorm(RMSNorm):
         if self.group == x.shape[-1]:
             return super().forward(x)
         exact = torch.promote_types(torch.float32, x.dtype)
-        wide = x.to(exact).reshape(*x.shape[:-1], -1, self.group)  # dynamo stops at unflatten
+        groups = x.shape[-1] // self.group
+        wide = x.to(exact).reshape(*x.shape[:-1], groups, self.group)  # dynamo stops at unflatten
         y = F.rms_norm(wide, (self.group,), None, self.eps).flatten(-2)
         return (y * self.weight.to(exact)).to(self.weight.dtype)
 

@@ -76,7 +76,7 @@ def check_lora_all_linear(subject: Subject) -> Measured:
 
 def check_lora_parameters(subject: Subject) -> Measured:
     """LoRA on any parameter, alone and beside others: it learns, decodes step by step, merges."""
-    measured, model = Measured(), subject.shallow()
+    measured, model = Measured(), subject.model()
     head = cast(nn.Module, model.get_output_embeddings()).weight  # may be the embedding's, tied
     ends: dict[str, dict[str, bool]] = {}
     for name, parameter in model.named_parameters():
@@ -275,7 +275,7 @@ def _adapted_parameter(
     """Check an adapter of a parameter beside those of some modules."""
     what = f"{target} beside {', '.join(modules)}" if modules else target
     ids = subject.ids(2, 12)
-    model = _with_lora(subject.shallow(), target_parameters=[target], target_modules=modules)
+    model = _with_lora(subject.model(), target_parameters=[target], target_modules=modules)
     whole = model(input_ids=ids, labels=ids, use_cache=False)
     for output in (whole, model(input_ids=ids, labels=ids, use_cache=True)):
         for name, slope in gradients(model, output.loss).items():
