@@ -33,6 +33,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     State,
+    inverse_softplus,
     is_token,
     recurrent,
     token_of_layer,
@@ -225,7 +226,7 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
             low, high = math.log(config.dt_min), math.log(config.dt_max)
             step = torch.empty_like(module.dt_bias, dtype=torch.float64)
             step = step.uniform_(low, high).exp().clamp(min=1e-4)
-            init.copy_(module.dt_bias, step + torch.log(-torch.expm1(-step)))
+            init.copy_(module.dt_bias, inverse_softplus(step))
             columns = torch.arange(1, config.d_state + 1, device=module.A_log.device)
             init.copy_(module.A_log, columns.log().expand_as(module.A_log))
             init.ones_(module.D)

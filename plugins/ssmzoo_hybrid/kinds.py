@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ssmzoo import families, load_family
 from ssmzoo.modeling import AttentionConfig, SSMConfig, SSMModel, suggestion
@@ -80,9 +80,7 @@ def _kind(name: str, section: str, shared: str) -> Kind:
         raise LookupError(f"{where}: {error}") from error
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-    drawer = model_class.__new__(model_class)
-    PreTrainedModel.__init__(drawer, config)  # its own would make embedding and blocks
-    return Kind(family, config, model_class, drawer)
+    return Kind(family, config, model_class, model_class.without_layers(config))
 
 
 def _source(

@@ -33,6 +33,7 @@ from ssmzoo.modeling import (
     SSMPreTrainedModel,
     State,
     UnservedError,
+    inverse_softplus,
     recurrent,
     rotary_angles,
     rotary_turns,
@@ -384,7 +385,7 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
             if module.dt_bias is not None:
                 low, high = math.log(0.001), math.log(0.1)
                 dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
-                start = dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+                start = inverse_softplus(dt)
                 init.copy_(module.dt_bias, 0 * dt if module.A_log is None else start)
             if module.beta_bias is not None and module.dt_bias is not None:
                 init.constant_(module.beta_bias, -10.0)

@@ -7,15 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ssmzoo.modeling import attention_parts, require_width, start_as_identity
+from ssmzoo.modeling import attention_parts, expansion_of, require_width, start_gated_block
 
 from .modeling_longhorn import LonghornMixer
 
 
 def fields(attention: Any) -> dict[str, Any]:
     """Return the expansion that makes a mixer as wide inside as an attention's heads."""
-    width = attention.heads * attention.head_width
-    return {"expand": max(1, width // attention.hidden_size)}
+    return {"expand": expansion_of(attention)}
 
 
 def copy(attention: nn.Module, mixer: LonghornMixer) -> None:
@@ -24,9 +23,6 @@ def copy(attention: nn.Module, mixer: LonghornMixer) -> None:
     Raises:
         ValueError: The mixer has another inner width than the attention.
     """
-    parts, inner = attention_parts(attention), mixer.config.d_inner
-    require_width("Longhorn", inner, parts)
-    mixer.in_proj.weight[:inner] = parts.v
-    mixer.in_proj.weight[inner:] = parts.gate
-    mixer.out_proj.weight.copy_(parts.out)
-    start_as_identity(mixer.conv1d)
+    parts = attention_parts(attention)
+    require_width("Longhorn", mixer.config.d_inner, parts)
+    start_gated_block(mixer, parts)

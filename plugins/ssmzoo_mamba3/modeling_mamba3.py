@@ -32,9 +32,11 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    inverse_softplus,
     split_heads,
+    token_before,
 )
-from ssmzoo_kernels import causal_conv1d, gated_linear_attention, linear_scan
+from ssmzoo_kernels import gated_linear_attention, linear_scan
 
 from .configuration_mamba3 import Mamba3Config
 
@@ -86,9 +88,7 @@ class Mamba3Mixer(SSMMixer):
         )
         v, now = split_heads(x.to(exact), heads), m * dt
         kept = torch.cat([k.flatten(2), v.flatten(2), now], dim=2)
-        taps = kept.new_tensor([1.0, 0.0]).expand(kept.shape[2], 2)  # of the last token, of this
-        late, last = causal_conv1d(kept, taps, None, state.get("last"), cu_seqlens=packing)
-        state.put("last", last)
+        late = token_before(kept, "last", state, packing)
         widths = [k.shape[2] * k.shape[3], v.shape[2] * v.shape[3], heads]
         k_late, v_late, left = late.split(widths, dim=2)
         y, final = gated_linear_attention(
@@ -159,7 +159,7 @@ class Mamba3PreTrainedModel(SSMPreTrainedModel):
         if isinstance(module, Mamba3Mixer):
             low, high = math.log(0.001), math.log(0.1)
             dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
-            init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))
+            init.copy_(module.dt_bias, inverse_softplus(dt))
             for parameter in (module.B_bias, module.C_bias, module.D):
                 init.ones_(parameter)
 

@@ -28,8 +28,9 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     split_heads,
+    token_before,
 )
-from ssmzoo_kernels import causal_conv1d, generalized_delta_rule
+from ssmzoo_kernels import generalized_delta_rule
 
 from .configuration_rwkv7 import RWKV7Config
 
@@ -90,12 +91,12 @@ class RWKV7Mixer(SSMMixer):
         hidden_states: Tensor,
         state: LayerState,
         packing: Sequences | None = None,
-        residual: Tensor | None = None,
+        *,
+        residual: Tensor,
     ) -> Tensor:
-        """Map ``[B, L, D]`` to ``[B, L, D]``; without ``residual`` the input stands in for it."""
+        """Map ``[B, L, D]`` to ``[B, L, D]``."""
         y = self.mix_time(hidden_states, state, packing)
-        stream = hidden_states if residual is None else residual
-        return y + self.mix_channels(self.channel_norm(stream + y), state, packing)
+        return y + self.mix_channels(self.channel_norm(residual + y), state, packing)
 
     def mix_time(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         """Return the first branch; the state is ``delta_rule [B, H, N, N]``, transposed."""
@@ -132,15 +133,6 @@ class RWKV7Mixer(SSMMixer):
         exact = torch.promote_types(torch.float32, x.dtype)
         mixed = torch.lerp(x.to(exact), before, self.channel_shift.to(exact)).to(x.dtype)
         return self.down_proj(F.relu(self.up_proj(mixed)).square())
-
-
-def token_before(x: Tensor, name: str, state: LayerState, packing: Sequences | None) -> Tensor:
-    """Return the token before each of ``[B, L, D]``, zeros before the first, float32 at least."""
-    exact = x.to(torch.promote_types(torch.float32, x.dtype))
-    taps = exact.new_tensor([1.0, 0.0]).expand(x.shape[2], 2)  # of the last token, and of this one
-    before, last = causal_conv1d(exact, taps, None, state.get(name), cu_seqlens=packing)
-    state.put(name, last)
-    return before
 
 
 class RWKV7PreTrainedModel(SSMPreTrainedModel):

@@ -55,7 +55,6 @@ def to_family(
         ValueError: The family has no converter, a file cannot be read, weights and configuration
             do not fit, or the output folder is not empty.
     """
-    import torch
     from huggingface_hub.errors import StrictDataclassError
 
     loaded = load_family(family)
@@ -75,10 +74,7 @@ def to_family(
         ours, ours_config = converter.from_official(weights, told)
     except StrictDataclassError as error:  # a value of another kind than its field
         raise ValueError(" ".join(str(error).split())) from error
-    with torch.device("meta"):
-        model = converter.model_class(ours_config)
-    cast("nn.Module", model).load_state_dict(ours, assign=True)
-    model.tie_weights()
+    model = _made(converter, ours, ours_config)
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder)
@@ -99,20 +95,27 @@ def load_hybrid(model: str, dtype: Dtype) -> PreTrainedModel:
         LookupError: There is no such model.
         ValueError: It cannot be loaded, or a hybrid cannot hold it; the message names the field.
     """
-    import torch
-
     network: Any = load_model(model, model_folder(model), dtype, False)
     if network.config.model_type == "ssmzoo_hybrid":
         return network
     converter = load_family("hybrid").converter
     assert converter is not None
-    weights, config = converter.from_official(network.state_dict(), network.config.to_dict())
-    with torch.device("meta"):
-        hybrid: Any = converter.model_class(config)
-    hybrid.load_state_dict(weights, assign=True)
-    hybrid.tie_weights()
+    hybrid = _made(
+        converter, *converter.from_official(network.state_dict(), network.config.to_dict())
+    )
     hybrid.generation_config = network.generation_config
     return hybrid.eval()
+
+
+def _made(converter: Converter, weights: dict[str, Tensor], config: Any) -> PreTrainedModel:
+    """Return the model of converted weights, which it shares, and their configuration."""
+    import torch
+
+    with torch.device("meta"):
+        model = converter.model_class(config)
+    cast("nn.Module", model).load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
 
 
 def to_official(model: str | Path, output: str | Path) -> Path:

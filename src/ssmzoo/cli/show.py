@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -41,6 +42,21 @@ def quieten_bars() -> None:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+
+
+@contextmanager
+def layer_bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Draw a bar of layers on a terminal; yield what is called with those done, and all."""
+    from tqdm import tqdm
+
+    quieten_bars()
+    with tqdm(desc=name, unit="layer", disable=None if shown else True) as bar:
+
+        def progress(done: int, layers: int) -> None:
+            bar.total = layers
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def _cell(value: object) -> str:

@@ -20,7 +20,7 @@ from ssmzoo.cli.options import (
     Option,
     Verb,
 )
-from ssmzoo.cli.show import print_json, quieten_bars
+from ssmzoo.cli.show import layer_bar, print_json
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -83,18 +83,10 @@ CONSOLIDATE = Verb(
 
 
 def _prime(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from ssmzoo.checkpoints.convert import fields_of_overrides
     from ssmzoo.distillation.prime import prime
 
-    quieten_bars()
-    with tqdm(desc="score", unit="layer", disable=None if options.text else True) as bar:
-
-        def progress(done: int, layers: int) -> None:
-            bar.total = layers
-            bar.update(done - bar.n)
-
+    with layer_bar("score", shown=options.text is not None) as progress:
         folder, layers, scores = prime(
             options.model,
             options.mixer,
@@ -143,18 +135,9 @@ PRIME = Verb(
 
 
 def _distill(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from ssmzoo.distillation.distill import distill
 
-    quieten_bars()
-    bar = tqdm(desc="distill", unit="layer", disable=None)
-
-    def progress(done: int, layers: int) -> None:
-        bar.total = layers
-        bar.update(done - bar.n)
-
-    with bar:
+    with layer_bar("distill") as progress:
         _, report = distill(
             options.model,
             options.order,

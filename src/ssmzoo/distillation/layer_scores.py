@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.checkpoints.load import load_tokenizer, model_folder
 from ssmzoo.evaluation.text import read_documents
 from ssmzoo.files import appears_whole, write_json
 
@@ -71,13 +70,13 @@ class LayerScores:
 
 
 def score_layers(
-    network: Any, model: str, text: str, progress: Callable[[int, int], None]
+    network: Any, tokenizer: Any, text: str, progress: Callable[[int, int], None]
 ) -> LayerScores:
     """Score the attention layers of a hybrid by held-out text.
 
     Args:
         network: The hybrid.
-        model: Where its tokenizer is, a folder or a Hub id.
+        tokenizer: Its own.
         text: A file or a folder of text; its first 8,192 tokens are read, in rows of 1,024.
         progress: Called with the layers that are done, and all.
 
@@ -86,7 +85,6 @@ def score_layers(
     """
     import torch
 
-    tokenizer: Any = load_tokenizer(model, model_folder(model), False)
     # enough characters for the tokens that are read
     ids = tokenizer("\n".join(read_documents(text))[: 64 * _ROWS * _LENGTH])["input_ids"]
     rows = min(_ROWS, len(ids) // _LENGTH)
@@ -96,7 +94,7 @@ def score_layers(
     mixers = {i: layer.mixer for i, layer in enumerate(network.model.layers)}
     whole = {i: mixer for i, mixer in mixers.items() if getattr(mixer, "window", 0) is None}
     if not whole:
-        raise ValueError(f"model must have layers that attend to all tokens, {model!r} has none")
+        raise ValueError("model must have layers that attend to all tokens, got one without")
     loss, harm = _loss(network, read), {}
     for done, (index, mixer) in enumerate(whole.items()):
         progress(done, len(whole))

@@ -7,7 +7,6 @@ The new mixers take over queries, keys, values and outputs where they have such
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from ssmzoo.family import load_family
 from ssmzoo.files import require_new, write_folder, write_json
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger("ssmzoo")
 
@@ -69,17 +68,16 @@ def prime(
     if (count is None) != (text is None):
         raise ValueError("layers must be best:N with text, and text needs it, got one alone")
     network: Any = load_hybrid(model, "auto")
-    scores = None
+    tokenizer, scores = None, None
+    if text is not None or source is None or holds_tokenizer(source):
+        tokenizer = load_tokenizer(model, source, False)
     if text is not None and count is not None:
-        scores = score_layers(network, model, text, progress)
+        scores = score_layers(network, tokenizer, text, progress)
         chosen = scores.least(count)
     else:
         chosen = _chosen(layers, network.config.num_hidden_layers)
     torch.manual_seed(seed)
     hybrid = _with_mixers(network, mixer, chosen, dict(fields or {}), start)
-    tokenizer = None
-    if source is None or holds_tokenizer(source):
-        tokenizer = load_tokenizer(model, source, False)
     told = {"base_model": model if source is None else model_name(model)}
     told |= _licence(source, model)
     told |= {"mixer": mixer, "start": start, "layers": chosen, "stages": []}
@@ -120,12 +118,14 @@ def _chosen(layers: str, count: int) -> list[int]:
 
 def _with_mixers(
     network: Any, mixer: str, layers: list[int], fields: dict[str, Any], start: str
-) -> nn.Module:
+) -> PreTrainedModel:
     """Return a hybrid with the weights of another, but for new mixers in some layers."""
     import torch
 
+    from ssmzoo.modeling import Attention
+
     old = {index: network.model.layers[index].mixer for index in layers}
-    wrong = [index for index, layer in old.items() if not isinstance(layer, _attention())]
+    wrong = [index for index, layer in old.items() if not isinstance(layer, Attention)]
     if wrong:
         raise ValueError(f"layers must name layers of attention, got {wrong[0]}, which is none")
     name, _, preset = mixer.partition(":")
@@ -136,10 +136,8 @@ def _with_mixers(
     elif start == "copied":
         logger.warning("family %s has nothing to copy of attention: its mixers are drawn", name)
     section |= {"family": name, **({"preset": preset} if preset else {}), **fields}
-    config = copy.deepcopy(network.config)
-    kind = preset or name
-    every = [config.mixers[i % len(config.mixers)] for i in range(config.num_hidden_layers)]
-    mixers = [kind if index in old else before for index, before in enumerate(every)]
+    config, kind = network.config, preset or name
+    mixers = [kind if index in old else before for index, before in enumerate(config.mixers)]
     kinds = {before: told for before, told in config.kinds.items() if before in mixers}
     given = {**config.to_dict(), "mixers": mixers, "kinds": {**kinds, kind: section}}
     hybrid: Any = type(network)._from_config(type(config).from_dict(given), dtype=network.dtype)
@@ -153,12 +151,6 @@ def _with_mixers(
             for index, attention in old.items():
                 family.from_attention.copy(attention, hybrid.model.layers[index].mixer)
     return hybrid
-
-
-def _attention() -> type[nn.Module]:
-    from ssmzoo.modeling import Attention
-
-    return Attention
 
 
 def _licence(source: Path | None, model: str) -> dict[str, str]:

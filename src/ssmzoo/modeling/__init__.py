@@ -6,7 +6,13 @@ From outside: every name in ``__all__``; families import nothing else of ``ssmzo
 
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.attention import Attention, AttentionConfig, attend
-from ssmzoo.modeling.attention_parts import attention_parts, require_width, start_as_identity
+from ssmzoo.modeling.attention_parts import (
+    attention_parts,
+    expansion_of,
+    require_width,
+    start_as_identity,
+    start_gated_block,
+)
 from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import StateCache
@@ -30,10 +36,12 @@ from ssmzoo.modeling.layers import (
     CausalConv1d,
     Dropout,
     Linear,
+    inverse_softplus,
     rotary_angles,
     rotary_turns,
     rotated,
     split_heads,
+    token_before,
 )
 from ssmzoo.modeling.loops import scan
 from ssmzoo.modeling.mixer import SSMMixer
@@ -104,9 +112,11 @@ __all__ = [
     "attend",
     "attention_parts",
     "check_weights",
+    "expansion_of",
     "flip",
     "flip_steps",
     "hippo_legs",
+    "inverse_softplus",
     "is_token",
     "load_state",
     "load_state_adapter",
@@ -125,7 +135,9 @@ __all__ = [
     "sequence_piece",
     "split_heads",
     "start_as_identity",
+    "start_gated_block",
     "suggestion",
+    "token_before",
     "token_of_layer",
     "token_positions",
 ]

@@ -60,6 +60,26 @@ def require_width(name: str, got: int, parts: AttentionParts) -> None:
         )
 
 
+def expansion_of(attention: Any) -> int:
+    """Return ``expand`` of a mixer that is as wide inside as an attention's heads.
+
+    Args:
+        attention: Its configuration.
+    """
+    return max(1, attention.heads * attention.head_width // attention.hidden_size)
+
+
+def start_gated_block(mixer: Any, parts: AttentionParts) -> None:
+    """Start Mamba's block, ``[x | z] = in_proj(h)``, ``conv1d`` of x, ``out_proj``, as attention.
+
+    x starts as the values, z as their gate, outputs as the outputs, the convolution as the
+    identity.
+    """
+    mixer.in_proj.weight.copy_(torch.cat([parts.v, parts.gate]))
+    mixer.out_proj.weight.copy_(parts.out)
+    start_as_identity(mixer.conv1d)
+
+
 def start_as_identity(conv: CausalConv1d, bias: Tensor | None = None) -> None:
     """Let a short convolution give its last input, plus ``bias``, before its activation."""
     conv.weight.zero_()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import (
@@ -86,6 +87,13 @@ class SSMModel(SSMPreTrainedModel):
         A family whose layers are of other families overrides this.
         """
         return cls, config
+
+    @classmethod
+    def without_layers(cls, config: Any) -> Any:
+        """Return a model without modules, whose ``_init_weights`` draws mixers alone."""
+        model = cls.__new__(cls)
+        PreTrainedModel.__init__(model, config)  # its own would make embedding and blocks
+        return model
 
     def _split_parts(self) -> dict[str, str]:
         """Tell transformers what tensor parallelism splits: embedding and MLPs, but no mixer."""

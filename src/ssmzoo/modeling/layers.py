@@ -23,7 +23,9 @@ from ssmzoo_kernels.few_rows_linear import (
 from ssmzoo_kernels.validation import Packing
 
 if TYPE_CHECKING:
+    from ssmzoo.modeling.layer_state import LayerState
     from ssmzoo.modeling.module_parts import ModuleParts, State
+    from ssmzoo.modeling.packing import Sequences
     from ssmzoo_kernels.token_step import Program, Value
 
 
@@ -108,6 +110,23 @@ class CausalConv1d(nn.Module):
         return program.causal_conv1d(
             x, weight, bias, state.number, kept, state.like.dtype, silu=silu, channels_last=True
         )
+
+
+def token_before(x: Tensor, name: str, state: LayerState, packing: Sequences | None) -> Tensor:
+    """Return the token before each of ``[B, L, E]``, zeros before the first, float32 at least.
+
+    The state ``name`` is the last token, ``[B, 1, E]``.
+    """
+    exact = x.to(torch.promote_types(torch.float32, x.dtype))
+    taps = exact.new_tensor([1.0, 0.0]).expand(x.shape[2], 2)  # of the last token, and of this one
+    before, last = causal_conv1d(exact, taps, None, state.get(name), cu_seqlens=packing)
+    state.put(name, last)
+    return before
+
+
+def inverse_softplus(y: Tensor) -> Tensor:
+    """Return x of ``y = log(1 + exp(x))``."""
+    return y + torch.log(-torch.expm1(-y))
 
 
 class Dropout(nn.Dropout):

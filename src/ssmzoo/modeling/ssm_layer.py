@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ssmzoo.family import load_family
 from ssmzoo.modeling.inputs import refuse_unknown, take_steps
@@ -48,10 +47,8 @@ class SSMLayer(nn.Module):
         self.config = config
         self.mixer = model_class.mixer_class(config, layer_idx)
         self.reverse = second_mixer(self.mixer)
-        model = model_class.__new__(model_class)
-        PreTrainedModel.__init__(model, config)  # its own would make embedding and blocks
         with torch.no_grad():
-            self.apply(model._init_weights)
+            self.apply(model_class.without_layers(config)._init_weights)
 
     def forward(
         self,

@@ -259,14 +259,14 @@ def _results(model: SSMForCausalLM, ids: Tensor) -> dict[str, Tensor]:
     return {k: v.detach().double() for k, v in {"logits": logits, **slopes}.items()}
 
 
-def _with_lora(model: SSMForCausalLM, **targets: Any) -> Any:
-    """Return a copy of a model with random LoRA adapters, which change its output."""
+def _with_lora(subject: Subject, **targets: Any) -> Any:
+    """Return a copy of the model with random LoRA adapters, which change its output."""
     if importlib.util.find_spec("peft") is None:
         raise NotApplicable("needs peft; pip install 'ssmzoo[peft]'")
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **targets)
-    return get_peft_model(copy.deepcopy(model), config)
+    return get_peft_model(copy.deepcopy(subject.model()), config)
 
 
 def _adapted_parameter(
@@ -275,7 +275,7 @@ def _adapted_parameter(
     """Check an adapter of a parameter beside those of some modules."""
     what = f"{target} beside {', '.join(modules)}" if modules else target
     ids = subject.ids(2, 12)
-    model = _with_lora(subject.model(), target_parameters=[target], target_modules=modules)
+    model = _with_lora(subject, target_parameters=[target], target_modules=modules)
     whole = model(input_ids=ids, labels=ids, use_cache=False)
     for output in (whole, model(input_ids=ids, labels=ids, use_cache=True)):
         for name, slope in gradients(model, output.loss).items():
@@ -292,7 +292,7 @@ def _adapted_parameter(
 def _adapted(subject: Subject, targets: list[str] | str, expected: Any) -> Measured:
     measured = Measured()
     ids = subject.ids(2, 12)
-    model = _with_lora(subject.model(), target_modules=targets)
+    model = _with_lora(subject, target_modules=targets)
     prefix = "base_model.model."
     adapters = {n.removeprefix(prefix): m for n, m in model.named_modules() if hasattr(m, "lora_B")}
     require(

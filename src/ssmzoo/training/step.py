@@ -91,10 +91,7 @@ class Learner:
         optimizer = _optimizer(model, recipe)
         self._place(model, recipe)
         self.recurrent = accelerated(model)
-        if recipe.align is not None:
-            self.objective = Align(model, recipe.align, teachers)
-        else:
-            self.objective = _objective(model, recipe, task, processes.row)
+        self.objective = _objective(model, recipe, task, processes.row, teachers)
         self._prepare(model, optimizer)
         # not prepared: Accelerate's wrapper steps once for every process
         self.schedule = Schedule(self.optimizer, options, plan, higher=self.objective.higher)
@@ -248,14 +245,17 @@ def _freeze(model: Any, recipe: Recipe, *, resumes: bool) -> dict[int, torch.nn.
         teachers = load_teachers(model, recipe.align.teacher, check=not resumes)
         only = [f"model.layers.{index}.mixer.*" for index in teachers]
     if only is not None:
-        names = [name for name, _ in model.named_parameters()]
+        parameters = dict(model.named_parameters())
+        model.requires_grad_(False)
         for pattern in only:
-            if not fnmatch.filter(names, pattern):
+            fitting = fnmatch.filter(parameters, pattern)
+            if not fitting:
+                first = next(iter(parameters))
                 raise LookupError(
-                    f"train.only: no parameter fits {pattern!r}; the first is {names[0]!r}"
+                    f"train.only: no parameter fits {pattern!r}; the first is {first!r}"
                 )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(fnmatch.fnmatchcase(name, p) for p in only))
+            for name in fitting:
+                parameters[name].requires_grad_()
     return teachers
 
 
@@ -273,7 +273,11 @@ def _optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _objective(
-    model: PreTrainedModel, recipe: Recipe, task: Supervised | None, row: Any
+    model: PreTrainedModel,
+    recipe: Recipe,
+    task: Supervised | None,
+    row: Any,
+    teachers: dict[int, torch.nn.Module],
 ) -> Objective:
     packs, segments, stop = recipe.data.task is None, recipe.train.segments, recipe.train.stop_at
     longest = max([recipe.train.seq_len or 0, *(recipe.eval.lengths if task is None else ())])
@@ -283,7 +287,9 @@ def _objective(
             "model.config.max_position_embeddings must be at least train.seq_len and all of "
             f"eval.lengths, got {positions} and {longest}"
         )
-    if segments is not None:
+    if recipe.align is not None:
+        objective = Align(model, recipe.align, teachers)
+    elif segments is not None:
         objective = SegmentedLM(model, segments, packs=packs)
     elif row is not None:
         objective = SequenceParallelLM(model, row, packs=packs)
