@@ -1,12 +1,18 @@
 """Prime hybrids from a Transformer by several mixers, and compare them with the same from scratch.
 
     python eval/priming.py --teacher runs/llama-teacher/model --runs runs/priming
-    python eval/priming.py --teacher ... --runs ... --only mixer=longhorn,layers=half
+    python eval/priming.py --teacher ... --runs ... --only mixer=longhorn,layers=half --share 0.2
+    python eval/priming.py --teacher ... --runs ... --decoding
 
-A cell is a mixer, the layers that it takes, how it starts and a seed: a line of
-``eval/results/priming.csv``. Its start and its two runs are those of ``docs/prime.md``: 2 % of the
-teacher's tokens align the new mixers, the rest trains everything; ``scratch`` trains the same model
-from random weights on as many. Cells that are in the file are not run again.
+A cell is a mixer, the layers that it takes, how it starts, the share of the teacher's tokens that
+it reads in all, and a seed: a line of ``eval/results/priming.csv``. Its start and its two runs are
+those of ``docs/prime.md``: a fifth of its tokens aligns the new mixers, the rest trains everything.
+``scratch`` trains the same model from random weights on as many tokens. ``attention`` keeps the
+teacher's layers: ``taken`` is the teacher, ``trained`` the teacher trained on as long. Cells that
+are in the file are not run again.
+
+``--decoding`` times the finished models into ``eval/results/priming-decoding.csv``; let nothing
+else run meanwhile.
 """
 
 import argparse
@@ -21,14 +27,16 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ssmzoo.auto  # noqa: F401
+from ssmzoo.checkpoints.convert import to_family
 from ssmzoo.distillation.prime import prime
-from ssmzoo.evaluation import evaluate
+from ssmzoo.evaluation.evaluate import evaluate
 from ssmzoo.files import read_json, write_text
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "eval/results/priming.csv"
+DECODING = ROOT / "eval/results/priming-decoding.csv"
 # by mixer: what --mixer takes, and its fields
 MIXERS = {
     "gated-deltanet": ("linear_attention", {}),
@@ -42,12 +50,16 @@ MIXERS = {
     "coffee": ("coffee", {"output_filter": True}),
 }
 LAYERS, STARTS = ("half", "all"), ("copied", "drawn", "scratch")
-CELL = ("mixer", "layers", "start", "seed")
-SHARES = (0.02, 0.05, 0.1, 0.2)  # of the teacher's tokens
-COLUMNS = (*CELL, *(f"bits_{share:.0%}" for share in SHARES), "teacher", "recall", "bits_8192")
-COLUMNS += ("step_ms_1024", "step_ms_16384", "cache_bytes_16384", "seconds")
+CELL = ("mixer", "layers", "start", "share", "seed")
+KINDS = [
+    ("attention", "none", "taken"),
+    ("attention", "none", "trained"),
+    *((mixer, layers, start) for mixer in MIXERS for layers in LAYERS for start in STARTS),
+]
+COLUMNS = (*CELL, "tokens", "bits", "teacher", "bits_8192", "recall", "curve", "seconds")
+TIMES = (*CELL, "step_ms_1024", "step_ms_16384", "cache_bytes_1024", "cache_bytes_16384")
 DATA = {"text": "python-stdlib", "validation": 0.05}
-TRAIN = {"batch_size": 8, "seq_len": 512, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
+TRAIN = {"batch_size": 2, "seq_len": 512, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
 LONG = 16 * TRAIN["seq_len"]
 STEP = TRAIN["batch_size"] * TRAIN["seq_len"]
 
@@ -58,7 +70,7 @@ def run(folder, steps, model, lr, seed, align=None):
         "model": model,
         "data": DATA,
         "train": {**TRAIN, "steps": steps, "lr": lr, "seed": seed, "warmup": 0.05},
-        "eval": {"every": max(1, steps // 12), "batches": 32},
+        "eval": {"every": max(1, steps // 4), "batches": 32},
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10},
     }
@@ -80,32 +92,36 @@ def bits(folder, before=0):
     return {before + x["tokens"]: x["validation_loss"] / math.log(2) for x in lines}
 
 
-def made(cell, teacher, runs, tokens):
-    """Return a cell's finished model, and its bits per byte by tokens."""
+def made(cell, teacher, place, tokens):
+    """Return the run that ends a cell, and its bits per byte by tokens."""
+    start, seed = place / "start", cell["seed"]
+    whole = max(2, round(tokens * cell["share"] / STEP))
+    if cell["mixer"] == "attention":
+        if not start.exists():
+            to_family(str(teacher), "hybrid", start)
+        steps, lr = (1, 1e-12) if cell["start"] == "taken" else (whole, 5e-4)
+        done = run(place / "tune", steps, {"init_from": str(start)}, lr, seed)
+        return done, bits(done)
     mixer, fields = MIXERS[cell["mixer"]]
-    place, seed = runs / "-".join(map(str, cell.values())), cell["seed"]
-    start = place / "start"
-    if not (start / "config.json").exists():
+    if not start.exists():
         kind = "drawn" if cell["start"] == "scratch" else cell["start"]
         prime(str(teacher), mixer, cell["layers"], start, fields=fields, start=kind, seed=seed)
-    short, whole = (max(1, round(tokens * share / STEP)) for share in (SHARES[0], SHARES[-1]))
     if cell["start"] == "scratch":
         config = AutoConfig.from_pretrained(start).to_diff_dict()
         config = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
         config = {k: v for k, v in config.items() if k not in ("dtype", "transformers_version")}
         done = run(place / "tune", whole, {"family": "hybrid", "config": config}, 1.5e-3, seed)
-        return done / "model", bits(done)
+        return done, bits(done)
+    short = max(1, whole // 5)
     first = run(place / "align", short, {"init_from": str(start)}, 3e-3, seed, align=teacher)
-    model = {"init_from": str(first / "model")}
-    done = run(place / "tune", whole - short, model, 1e-3, seed)
-    return done / "model", bits(done, short * STEP)
+    done = run(place / "tune", whole - short, {"init_from": str(first / "model")}, 5e-4, seed)
+    return done, bits(done, short * STEP)
 
 
 @torch.no_grad()
 def decoding(folder):
-    """Return milliseconds a token after 1,024 and 16,384 tokens, and the cache's bytes."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found, size = [], 0
+    """Return milliseconds a token and the cache's bytes after 1,024 and 16,384 tokens."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), {}
     for length in (1024, 16384):
         cache = None
         for part in (torch.arange(length) % 200).view(-1, 1024):
@@ -116,26 +132,35 @@ def decoding(folder):
             begun = time.perf_counter()
             model(token, cache=cache, use_cache=True)
             times.append(time.perf_counter() - begun)
-        found.append(1e3 * sorted(times)[len(times) // 2])
+        found[f"step_ms_{length}"] = f"{1e3 * sorted(times)[len(times) // 2]:.3f}"
         size = sum(x.nbytes for layer in cache.layers for x in layer.states.values())
-    return found, size
+        found[f"cache_bytes_{length}"] = size
+    return found
 
 
-def measured(cell, teacher, runs, tokens, teacher_bits):
+def measured(cell, teacher, place, tokens, teacher_bits):
     """Return a cell's line."""
     begun = time.perf_counter()
-    folder, curve = made(cell, teacher, runs, tokens)
-    at = {share: [t for t in curve if t <= 1.01 * share * tokens] for share in SHARES}
-    line = {**cell, "teacher": f"{teacher_bits:.4f}"}
-    for share, known in at.items():
-        line[f"bits_{share:.0%}"] = f"{curve[max(known)]:.4f}" if known else ""
-    scores = evaluate(folder, suite="zoo-recall", output_dir=folder.parent, name="recall")
-    line["recall"] = " ".join(f"{x['value']:.3f}" for x in read_json(scores)["results"])
-    long = read_json(folder.parent / "run.json")["finished"]["lengths"][str(LONG)]
-    line["bits_8192"] = f"{long['loss'] / math.log(2):.4f}"
-    (line["step_ms_1024"], line["step_ms_16384"]), line["cache_bytes_16384"] = decoding(folder)
-    line |= {name: f"{line[name]:.3f}" for name in ("step_ms_1024", "step_ms_16384")}
-    return {**line, "seconds": round(time.perf_counter() - begun)}
+    folder, curve = made(cell, teacher, place, tokens)
+    scores = read_json(
+        evaluate(folder / "model", suite="zoo-recall", output_dir=place, name="recall")
+    )
+    long = read_json(folder / "run.json")["finished"]["lengths"][str(LONG)]["loss"]
+    return {
+        **cell,
+        "tokens": max(curve),
+        "bits": f"{curve[max(curve)]:.4f}",
+        "teacher": f"{teacher_bits:.4f}",
+        "bits_8192": f"{long / math.log(2):.4f}",
+        "recall": " ".join(f"{x['value']:.3f}" for x in scores["results"]),
+        "curve": " ".join(f"{read}:{value:.4f}" for read, value in sorted(curve.items())),
+        "seconds": round(time.perf_counter() - begun),
+    }
+
+
+def place_of(runs, cell):
+    """Return a cell's folder."""
+    return runs / "-".join(map(str, cell.values()))
 
 
 def known():
@@ -146,37 +171,46 @@ def known():
         return {tuple(line[name] for name in CELL) for line in csv.DictReader(file)}
 
 
+def add(path, columns, line):
+    """Add a line to a file of results."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(line)
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main():
     """Run the cells that are missing."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.1, help="of the teacher's tokens")
     parser.add_argument("--only", default="", metavar="FIELD=VALUE,...")
+    parser.add_argument("--decoding", action="store_true", help="time the finished models")
     options = parser.parse_args()
     only = dict(part.split("=") for part in options.only.split(",") if part)
     facts = read_json(options.teacher.parent / "run.json")["finished"]
     lines = read_metrics(options.teacher.parent / "metrics.jsonl")
     tokens = max(line["tokens"] for line in lines)
     for seed in range(options.seeds):
-        for mixer in MIXERS:
-            for layers in LAYERS:
-                for start in STARTS:
-                    cell = dict(zip(CELL, (mixer, layers, start, seed), strict=True))
-                    told = {name: str(value) for name, value in cell.items()}
-                    if any(told[name] != value for name, value in only.items()):
-                        continue
-                    if tuple(told.values()) in known():
-                        continue
-                    teacher_bits = facts["validation_loss"] / math.log(2)
-                    line = measured(cell, options.teacher, options.runs, tokens, teacher_bits)
-                    new = not RESULTS.exists()
-                    with RESULTS.open("a", newline="") as file:
-                        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                        if new:
-                            writer.writeheader()
-                        writer.writerow(line)
-                    sys.stdout.write(f"{line}\n")
+        for kind in KINDS:
+            cell = dict(zip(CELL, (*kind, options.share, seed), strict=True))
+            told = {name: str(value) for name, value in cell.items()}
+            if any(told[name] != value for name, value in only.items()):
+                continue
+            place = place_of(options.runs, cell)
+            if options.decoding:
+                if (place / "tune/model").is_dir():
+                    add(DECODING, TIMES, {**cell, **decoding(place / "tune/model")})
+            elif tuple(told.values()) not in known():
+                teacher_bits = facts["validation_loss"] / math.log(2)
+                line = measured(cell, options.teacher, place, tokens, teacher_bits)
+                add(RESULTS, COLUMNS, line)
 
 
 if __name__ == "__main__":

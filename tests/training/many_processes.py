@@ -71,9 +71,13 @@ def in_float64():
             model.loss_function = loss_in_its_own_dtype
         return model.double()
 
-    build = ssmzoo.training.step.build_model
+    def double_all(*given, **named):
+        return {layer: mixer.double() for layer, mixer in teachers(*given, **named).items()}
+
+    build, teachers = ssmzoo.training.step.build_model, ssmzoo.training.step.load_teachers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssmzoo.training.step, "build_model", lambda *given: double(build(*given)))
+        patch.setattr(ssmzoo.training.step, "load_teachers", double_all)
         yield
 
 
@@ -112,6 +116,8 @@ def trained_alike(folder, rank):
         with recorded(folder / f"two-{rank}.json"), pytest.MonkeyPatch.context() as patch:
             patch.setitem(LOGGER_TYPE_TO_CLASS, "recording", Recording)
             train(recipe, output_dir=folder / "two", overrides=["log.trackers=[recording]"])
+        for match in ("mixers", "logits"):
+            train(folder / f"align-{match}.yaml", output_dir=folder / f"two-align-{match}")
         (folder / f"trackers-{rank}.txt").write_text(str(len(Recording.made)))
         killed(recipe, folder / "two-then-two", step=7)
         train(recipe, output_dir=folder / "two-then-two", resume=True)
@@ -345,6 +351,8 @@ def sharded_by_accelerate(folder, rank):
             killed(folder / "recipe.yaml", folder / "sharded", step=7)
             train(folder / "recipe.yaml", output_dir=folder / "sharded", resume=True)
             train(folder / "projecting.yaml", output_dir=folder / "sharded-projecting")
+            for match in ("mixers", "logits"):
+                train(folder / f"align-{match}.yaml", output_dir=folder / f"sharded-align-{match}")
         patch.setattr(Learner, "__init__", watch)
         train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-sharded")
     (folder / f"dtypes-{rank}.json").write_text(json.dumps(sorted(seen)))

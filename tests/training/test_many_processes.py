@@ -27,12 +27,14 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from tests.training.many_processes import SCORING, in_float64, recorded
 from tests.training.runs import killed, quick_runs, saved  # noqa: F401
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from ssmzoo import families, load_family
 from ssmzoo.cli.main import main
 from ssmzoo.data.sources import data_source
+from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.distillation.prime import prime
 from ssmzoo.recipe import Recipe, load_recipe
 from ssmzoo.training.checkpoint import damage_of
 from ssmzoo.training.metrics import read_metrics
@@ -119,6 +121,13 @@ CHANGES = {
     ],
     "bfloat16": ["train.dtype=bfloat16", "train.steps=2"],
     "projecting": [*COFFEE, "model.config.lambda_param=clamp", "train.steps=3"],
+    **{
+        f"align-{match}": [
+            *("model.family=null", "model.config={}", "model.init_from=PRIMED"),
+            *("align.teacher=TEACHER", f"align.match={match}", "train.steps=3"),
+        ]
+        for match in ("mixers", "logits")
+    },
     "labels": [
         *TASK,
         "data.task=listops",
@@ -169,6 +178,17 @@ def write_texts(folder):
     return folder
 
 
+def write_primed(teacher, primed):
+    """Write a Llama, and a hybrid with a new mixer in its second layer."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", hidden_size=32, intermediate_size=48, vocab_size=259)
+    config.update({"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1})
+    config.update({"head_dim": 16, "initializer_range": 0.2})
+    AutoModelForCausalLM.from_config(config).save_pretrained(teacher)
+    byte_tokenizer().save_pretrained(teacher)
+    prime(str(teacher), "longhorn", "half", primed, fields={"d_state": 4})
+
+
 DRAWN = """
 task: drawn
 custom_dataset: !function ssmzoo.tasks.recall_text_documents
@@ -185,9 +205,13 @@ metadata: {version: 1.0, alphabet: text, num_examples: 3, num_pairs: 2, seed: 1}
 def write_recipes(folder):
     """Write the recipes, what they train on, and what launchers and lm-eval are told."""
     fields = {**RECIPE, "data": {"text": str(write_texts(folder / "texts")), "validation": 0.2}}
-    (stream,) = write_stream(folder, 1)
+    places = {"STREAM": write_stream(folder, 1)[0]}
+    places |= {"TEACHER": folder / "teacher", "PRIMED": folder / "primed"}
+    write_primed(places["TEACHER"], places["PRIMED"])
     for name, changes in CHANGES.items():
-        overrides = [change.replace("STREAM", str(stream)) for change in changes]
+        overrides = list(changes)
+        for word, place in places.items():
+            overrides = [change.replace(word, str(place)) for change in overrides]
         recipe = load_recipe(Recipe.model_validate(fields), overrides)
         (folder / f"{name}.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     (folder / "drawn.yaml").write_text(DRAWN)
@@ -213,6 +237,8 @@ def folder(tmp_path_factory):
         train(recipe, output_dir=folder / "one")
         killed(recipe, folder / "one-then-two", step=7)
         train(folder / "projecting.yaml", output_dir=folder / "one-projecting")
+        for match in ("mixers", "logits"):
+            train(folder / f"align-{match}.yaml", output_dir=folder / f"one-align-{match}")
         train(folder / "segments.yaml", output_dir=folder / "one-segments")
         train(folder / "labels.yaml", output_dir=folder / "one-labels")
     train(folder / "examples.yaml", output_dir=folder / "one-examples")
@@ -297,6 +323,12 @@ def test_two_processes_train_as_one_does(together):
     assert_alike(together / "one", together / "two")
     validations = [line for line in lines(together / "two") if "validation_loss" in line]
     assert len(validations) == 2
+
+
+@pytest.mark.parametrize("match", ["mixers", "logits"])
+@pytest.mark.parametrize("many", ["two", "sharded"])
+def test_mixers_align_as_on_one_process(many, match, together):
+    assert_alike(together / f"one-align-{match}", together / f"{many}-align-{match}")
 
 
 @pytest.mark.parametrize("run", ["pieces", "two-then-pieces"])

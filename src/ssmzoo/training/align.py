@@ -69,8 +69,9 @@ class Align(CausalLM):
 
         if self._match == "mixers":
             with self._beside() as errors:
-                forward(piece, logits_to_keep=1)
-            return torch.stack(errors).sum()
+                output = forward(piece, logits_to_keep=1)
+            loss = torch.stack(errors).sum()
+            return loss + 0 * output.logits.sum() if output.logits.requires_grad else loss
         read = {"output_hidden_states": True, "logits_to_keep": 1}
         read = read if self._match == "hidden" else {}
         with torch.no_grad(), self._in_place():
@@ -88,7 +89,8 @@ class Align(CausalLM):
         """Return the sums of the losses over a part, and the number of its tokens."""
         import torch
 
-        count = self.targets(part)
+        # a process that has no part left reads rows without labels, which do not count
+        count = self.targets(part) if part.targets else 0
         loss = self.loss_of(forward, self.batch(part), 0, count)
         return torch.stack([loss.double() * count, loss.new_tensor(count, dtype=torch.float64)])
 
@@ -100,9 +102,13 @@ class Align(CausalLM):
     @contextmanager
     def _beside(self) -> Iterator[list[Tensor]]:
         """Let a pass go on with the teacher's outputs; yield each new mixer's mean error."""
+        from torch.distributed.fsdp import FSDPModule
+
         errors: list[Tensor] = []
         hooks = [
-            layer.mixer.register_forward_hook(partial(_compare, teacher, errors))
+            layer.mixer.register_forward_hook(
+                partial(_compare, teacher, isinstance(layer, FSDPModule), errors)
+            )
             for layer, teacher in self._taught
         ]
         try:
@@ -125,7 +131,12 @@ class Align(CausalLM):
 
 
 def _compare(
-    teacher: nn.Module, errors: list[Tensor], mixer: nn.Module, given: tuple[Any, ...], out: Tensor
+    teacher: nn.Module,
+    sharded: bool,
+    errors: list[Tensor],
+    mixer: nn.Module,
+    given: tuple[Any, ...],
+    out: Tensor,
 ) -> Tensor:
     """Add the error of a mixer's output to a list; return the teacher's output in its place."""
     import torch
@@ -135,7 +146,8 @@ def _compare(
     with torch.no_grad():
         wanted = teacher.to(x.device)(x, packing=packing)
     errors.append(F.mse_loss(_exact(out), _exact(wanted)))
-    return wanted
+    # FSDP2 gathers a layer's weights again when a gradient comes to the layer's output: zero here
+    return wanted + 0 * out if sharded else wanted
 
 
 def _exact(x: Tensor) -> Tensor:
