@@ -60,6 +60,7 @@ COLUMNS = (*CELL, "tokens", "bits", "teacher", "bits_8192", "recall", "curve", "
 TIMES = (*CELL, "step_ms_1024", "step_ms_16384", "cache_bytes_1024", "cache_bytes_16384")
 DATA = {"text": "python-stdlib", "validation": 0.05}
 TRAIN = {"batch_size": 2, "seq_len": 512, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
+NOT_FIELDS = {"model_type", "architectures", "dtype", "transformers_version"}
 LONG = 16 * TRAIN["seq_len"]
 STEP = TRAIN["batch_size"] * TRAIN["seq_len"]
 
@@ -99,6 +100,7 @@ def made(cell, teacher, place, tokens):
     if cell["mixer"] == "attention":
         if not start.exists():
             to_family(str(teacher), "hybrid", start)
+        # a step that changes nothing gives the teacher's own validation
         steps, lr = (1, 1e-12) if cell["start"] == "taken" else (whole, 5e-4)
         done = run(place / "tune", steps, {"init_from": str(start)}, lr, seed)
         return done, bits(done)
@@ -108,8 +110,7 @@ def made(cell, teacher, place, tokens):
         prime(str(teacher), mixer, cell["layers"], start, fields=fields, start=kind, seed=seed)
     if cell["start"] == "scratch":
         config = AutoConfig.from_pretrained(start).to_diff_dict()
-        config = {k: v for k, v in config.items() if k not in ("model_type", "architectures")}
-        config = {k: v for k, v in config.items() if k not in ("dtype", "transformers_version")}
+        config = {key: value for key, value in config.items() if key not in NOT_FIELDS}
         done = run(place / "tune", whole, {"family": "hybrid", "config": config}, 1.5e-3, seed)
         return done, bits(done)
     short = max(1, whole // 5)
@@ -158,11 +159,6 @@ def measured(cell, teacher, place, tokens, teacher_bits):
     }
 
 
-def place_of(runs, cell):
-    """Return a cell's folder."""
-    return runs / "-".join(map(str, cell.values()))
-
-
 def known():
     """Return the cells that are in the file."""
     if not RESULTS.exists():
@@ -203,7 +199,7 @@ def main():
             told = {name: str(value) for name, value in cell.items()}
             if any(told[name] != value for name, value in only.items()):
                 continue
-            place = place_of(options.runs, cell)
+            place = options.runs / "-".join(told.values())
             if options.decoding:
                 if (place / "tune/model").is_dir():
                     add(DECODING, TIMES, {**cell, **decoding(place / "tune/model")})

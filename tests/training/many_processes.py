@@ -108,6 +108,9 @@ def recorded(file):
 # -- scenes ----------------------------------------------------------------------------------
 
 
+MATCHES = ["mixers", "logits"]  # what runs that align a hybrid's new mixers learn
+
+
 def trained_alike(folder, rank):
     """The recipe of a run of one process, and runs that change their number of processes."""
     recipe = folder / "recipe.yaml"
@@ -116,7 +119,7 @@ def trained_alike(folder, rank):
         with recorded(folder / f"two-{rank}.json"), pytest.MonkeyPatch.context() as patch:
             patch.setitem(LOGGER_TYPE_TO_CLASS, "recording", Recording)
             train(recipe, output_dir=folder / "two", overrides=["log.trackers=[recording]"])
-        for match in ("mixers", "logits"):
+        for match in MATCHES:
             train(folder / f"align-{match}.yaml", output_dir=folder / f"two-align-{match}")
         (folder / f"trackers-{rank}.txt").write_text(str(len(Recording.made)))
         killed(recipe, folder / "two-then-two", step=7)
@@ -351,7 +354,7 @@ def sharded_by_accelerate(folder, rank):
             killed(folder / "recipe.yaml", folder / "sharded", step=7)
             train(folder / "recipe.yaml", output_dir=folder / "sharded", resume=True)
             train(folder / "projecting.yaml", output_dir=folder / "sharded-projecting")
-            for match in ("mixers", "logits"):
+            for match in MATCHES:
                 train(folder / f"align-{match}.yaml", output_dir=folder / f"sharded-align-{match}")
         patch.setattr(Learner, "__init__", watch)
         train(folder / "bfloat16.yaml", output_dir=folder / "bfloat16-sharded")

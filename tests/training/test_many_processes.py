@@ -25,7 +25,7 @@ from accelerate.commands.launch import (
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from tests.training.many_processes import SCORING, in_float64, recorded
+from tests.training.many_processes import MATCHES, SCORING, in_float64, recorded
 from tests.training.runs import killed, quick_runs, saved  # noqa: F401
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -126,7 +126,7 @@ CHANGES = {
             *("model.family=null", "model.config={}", "model.init_from=PRIMED"),
             *("align.teacher=TEACHER", f"align.match={match}", "train.steps=3"),
         ]
-        for match in ("mixers", "logits")
+        for match in MATCHES
     },
     "labels": [
         *TASK,
@@ -237,7 +237,7 @@ def folder(tmp_path_factory):
         train(recipe, output_dir=folder / "one")
         killed(recipe, folder / "one-then-two", step=7)
         train(folder / "projecting.yaml", output_dir=folder / "one-projecting")
-        for match in ("mixers", "logits"):
+        for match in MATCHES:
             train(folder / f"align-{match}.yaml", output_dir=folder / f"one-align-{match}")
         train(folder / "segments.yaml", output_dir=folder / "one-segments")
         train(folder / "labels.yaml", output_dir=folder / "one-labels")
@@ -325,7 +325,7 @@ def test_two_processes_train_as_one_does(together):
     assert len(validations) == 2
 
 
-@pytest.mark.parametrize("match", ["mixers", "logits"])
+@pytest.mark.parametrize("match", MATCHES)
 @pytest.mark.parametrize("many", ["two", "sharded"])
 def test_mixers_align_as_on_one_process(many, match, together):
     assert_alike(together / f"one-align-{match}", together / f"{many}-align-{match}")

@@ -71,7 +71,9 @@ class Align(CausalLM):
             with self._beside() as errors:
                 output = forward(piece, logits_to_keep=1)
             loss = torch.stack(errors).sum()
-            return loss + 0 * output.logits.sum() if output.logits.requires_grad else loss
+            # sharded layers need a gradient at their outputs, here of zeros
+            reached = output.logits.requires_grad
+            return loss + 0.0 * output.logits.float().sum() if reached else loss
         read = {"output_hidden_states": True, "logits_to_keep": 1}
         read = read if self._match == "hidden" else {}
         with torch.no_grad(), self._in_place():
@@ -107,7 +109,7 @@ class Align(CausalLM):
         errors: list[Tensor] = []
         hooks = [
             layer.mixer.register_forward_hook(
-                partial(_compare, teacher, isinstance(layer, FSDPModule), errors)
+                partial(_compare, teacher, errors, isinstance(layer, FSDPModule))
             )
             for layer, teacher in self._taught
         ]
@@ -132,8 +134,8 @@ class Align(CausalLM):
 
 def _compare(
     teacher: nn.Module,
-    sharded: bool,
     errors: list[Tensor],
+    sharded: bool,
     mixer: nn.Module,
     given: tuple[Any, ...],
     out: Tensor,
@@ -146,8 +148,8 @@ def _compare(
     with torch.no_grad():
         wanted = teacher.to(x.device)(x, packing=packing)
     errors.append(F.mse_loss(_exact(out), _exact(wanted)))
-    # FSDP2 gathers a layer's weights again when a gradient comes to the layer's output: zero here
-    return wanted + 0 * out if sharded else wanted
+    # FSDP2 gathers a layer's weights for the backward when a gradient comes to the layer's output
+    return wanted + 0.0 * out if sharded else wanted
 
 
 def _exact(x: Tensor) -> Tensor:
