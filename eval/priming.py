@@ -11,8 +11,9 @@ those of ``docs/prime.md``: a fifth of its tokens aligns the new mixers, the res
 teacher's layers: ``taken`` is the teacher, ``trained`` the teacher trained on as long. Cells that
 are in the file are not run again.
 
-``--decoding`` times the finished models into ``eval/results/priming-decoding.csv``; let nothing
-else run meanwhile.
+``--decoding`` times the teacher (``llama``) and the finished models into
+``eval/results/priming-decoding.csv``; let nothing else run meanwhile, and let the C library keep
+freed memory: ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=2147483647``.
 """
 
 import argparse
@@ -134,9 +135,14 @@ def decoding(folder):
             model(token, cache=cache, use_cache=True)
             times.append(time.perf_counter() - begun)
         found[f"step_ms_{length}"] = f"{1e3 * sorted(times)[len(times) // 2]:.3f}"
-        size = sum(x.nbytes for layer in cache.layers for x in layer.states.values())
-        found[f"cache_bytes_{length}"] = size
+        found[f"cache_bytes_{length}"] = sum(x.nbytes for x in kept(cache))
     return found
+
+
+def kept(cache):
+    """Return the tensors of a cache, ours or transformers'."""
+    for layer in cache.layers:
+        yield from layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values)
 
 
 def measured(cell, teacher, place, tokens, teacher_bits):
@@ -193,6 +199,9 @@ def main():
     facts = read_json(options.teacher.parent / "run.json")["finished"]
     lines = read_metrics(options.teacher.parent / "metrics.jsonl")
     tokens = max(line["tokens"] for line in lines)
+    if options.decoding:
+        cell = dict(zip(CELL, ("llama", "none", "taken", 1.0, 0), strict=True))
+        add(DECODING, TIMES, {**cell, **decoding(options.teacher)})
     for seed in range(options.seeds):
         for kind in KINDS:
             cell = dict(zip(CELL, (*kind, options.share, seed), strict=True))
