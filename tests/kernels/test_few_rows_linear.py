@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from ssmzoo_kernels import few_rows_linear, native
 from ssmzoo_kernels.dispatch import _ran, last_backend, use_backend
+from ssmzoo_kernels.few_rows_linear import MOST_ROWS
 
 linear_maps = importlib.import_module("ssmzoo_kernels.few_rows_linear")
 
@@ -22,7 +23,7 @@ def nothing_ran():
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
-@pytest.mark.parametrize("rows", range(1, 9))
+@pytest.mark.parametrize("rows", [*range(1, 10), 23, MOST_ROWS])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
 def test_it_is_as_exact_as_a_sum_in_the_same_precision(dtype, rows, inputs, outputs):
     x = torch.randn(rows, 1, inputs).to(dtype)
@@ -67,7 +68,7 @@ def int8(outputs, inputs, dtype, **more):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
 def test_int8_with_a_scale_a_row(dtype, rows, inputs, outputs):
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
@@ -97,7 +98,7 @@ def test_other_weights_of_few_bits_are_left_to_their_own_code():
 
 def test_a_row_gives_the_bits_that_it_gives_among_others():
     for dtype in (torch.float32, torch.bfloat16):
-        x, weight = torch.randn(8, 1, 65).to(dtype), torch.randn(130, 65).to(dtype)
+        x, weight = torch.randn(15, 1, 65).to(dtype), torch.randn(130, 65).to(dtype)
         with torch.no_grad():
             together = few_rows_linear(x, weight)
             for row, y in zip(x, together, strict=True):
@@ -127,7 +128,7 @@ def test_strided_rows_give_what_contiguous_rows_give():
 def test_torch_runs_where_the_kernel_does_not_apply(case):
     x, weight = torch.randn(4, 1, 32), torch.randn(9, 32)
     if case == "many rows":
-        x = torch.randn(9, 1, 32)
+        x = torch.randn(MOST_ROWS + 1, 1, 32)
     elif case == "no rows":
         x = x[:0]
     elif case == "mixed":
@@ -255,7 +256,7 @@ def test_a_prompt_in_bfloat16_is_read_with_sums_in_float32(no_units, monkeypatch
 
     monkeypatch.setattr(linear_maps.cpu, "outruns_torch", lambda: False)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).bfloat16().eval()
-    ids, kinds, linear = torch.zeros(2, 12, dtype=torch.long), set(), F.linear
+    ids, kinds, linear = torch.zeros(2, 40, dtype=torch.long), set(), F.linear
 
     def note(x, *rest):
         kinds.add(x.dtype)

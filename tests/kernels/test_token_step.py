@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssmzoo_kernels import feedback_scan, longhorn_scan, native, use_backend
 from ssmzoo_kernels.dispatch import last_backend
-from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
+from ssmzoo_kernels.token_step import Program, Value
 
 Write = Callable[[Program, Value], Value]
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -55,7 +55,7 @@ def soft(x: Tensor) -> Tensor:
 
 
 @of_16_bits
-@pytest.mark.parametrize("rows", range(1, MOST_ROWS + 1))
+@pytest.mark.parametrize("rows", [*range(1, 10), 63, 64, 67])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
 def test_linear(
     dtype: torch.dtype, kind: torch.dtype, rows: int, inputs: int, outputs: int
@@ -109,7 +109,7 @@ def test_every_number_of_16_bits_is_read_as_it_is(kind: torch.dtype) -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(kind)
     for size in (1, 1000):  # of single numbers, and of whole vectors
         weight = patterns[:, None] if size == 1 else patterns[: 65 * size].view(-1, size)
-        pick = torch.eye(size)[:MOST_ROWS] if size > 1 else torch.ones(1, 1)
+        pick = torch.eye(size)[:8] if size > 1 else torch.ones(1, 1)
         if size > 1:
             weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))
         y = run(lambda p, v, w=weight: p.linear(v, w.contiguous()), pick)

@@ -59,8 +59,9 @@ def forward(tensors: Tensors, call: Call) -> tuple[Tensor, Tensor]:
     tensors, call = _prepared(tensors, call, exact)
     out = torch.empty(shape, dtype=exact, device="cpu")
     total = torch.empty(shape[:2], dtype=exact, device="cpu")
+    keys = 64 if tensors.past_k is None else max(64, tensors.past_k.shape[1])
     failed = load(exact).eidetic_attention_forward(
-        _inputs(tensors, call), out.data_ptr(), total.data_ptr(), native.threads(out.numel() * 64)
+        _inputs(tensors, call), out.data_ptr(), total.data_ptr(), native.threads(out.numel() * keys)
     )
     if failed:
         raise MemoryError("eidetic_attention: no memory for a tile of keys")

@@ -1,4 +1,4 @@
-/* Eidetic attention by blocks of queries, forward and backward.
+/* Eidetic attention by blocks of queries, forward and backward; a query alone has its own forward.
  *
  * Whatever a key is (of the window or remembered), the queries of a block that see it are
  * neighbours. So a block goes over tiles of keys of any kind, and each key has the first query that
@@ -12,7 +12,7 @@
 
 #include "matrices.h"
 
-enum { QUERIES = 64, KEYS = 64, TABLES = 3 };
+enum { QUERIES = 64, KEYS = 64, TABLES = 3, AHEAD = 16 }; /* AHEAD: rows that are fetched early */
 enum { TOKENS, PAST, MEMORY };
 
 /* Keys and values of some tokens, and how many rows each sequence or chunk has if they lie apart. */
@@ -210,6 +210,84 @@ static void attend(const Inputs *in, const Block *x, int64_t head, Tile *tile, W
   }
 }
 
+/* The scores of some keys, as they lie `stride` apart; each has its own sum. */
+INLINE void score_keys(const REAL *q, const REAL *k, int64_t stride, int64_t width, int64_t count,
+                       REAL scale, REAL *scores) {
+  for (int64_t j = 0; j < count; j += 4) {
+    const REAL *key[4];
+    vec sums[4] = {{0}};
+    UNROLL for (int i = 0; i < 4; i++) { /* past the end, the last one again */
+      key[i] = k + smaller(j + i, count - 1) * stride;
+      for (int64_t n = 0; n < width; n += 64 / (int64_t)sizeof(REAL))
+        __builtin_prefetch(key[i] + AHEAD * stride + n);
+    }
+    for (int64_t n = 0; n < width; n += LANES) {
+      vec query = load_some(q + n, width - n);
+      UNROLL for (int i = 0; i < 4; i++)
+        sums[i] = multiply_add(query, load_some(key[i] + n, width - n), sums[i]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) if (j + i < count) scores[j + i] = total(sums[i]) * scale;
+  }
+}
+
+/* to = factor to + sum_j w[j] v[j] of some vectors of columns; `left`: columns from the first on */
+INLINE void sum_values(REAL *to, REAL factor, const REAL *w, const REAL *v, int64_t stride,
+                       int64_t count, const int vectors, int64_t left) {
+  vec sums[4] = {{0}};
+  for (int64_t j = 0; j < count; j++, v += stride) {
+    UNROLL for (int c = 0; c < vectors; c++) {
+      __builtin_prefetch(v + AHEAD * stride + c * LANES);
+      vec value = load_some(v + c * LANES, vectors > 1 ? LANES : left);
+      sums[c] = multiply_add(splat(w[j]), value, sums[c]);
+    }
+  }
+  UNROLL for (int c = 0; c < vectors; c++)
+    store(to + c * LANES, load(to + c * LANES) * splat(factor) + sums[c]);
+}
+
+/* A query alone reads keys and values where they lie, KEYS at a time. */
+static void attend_alone(const Inputs *in, const Block *x, int64_t head, Work *w, REAL *out,
+                         REAL *log_sum) {
+  int64_t group = head / (in->heads / in->groups), width = in->width;
+  int64_t to = x->token * in->heads + head;
+  const REAL *q = in->q + x->token * in->stride_q + head * width;
+  Run runs[TABLES];
+  int64_t found = find_runs(in, x, runs);
+  REAL most = -(REAL)INFINITY, sum = 0, *scores = w->scores;
+  memset(w->out, 0, (size_t)w->width * sizeof(REAL));
+  for (int64_t r = 0; r < found; r++)
+    for (int64_t at = 0; at < runs[r].count; at += KEYS) {
+      const Table *table = in->tables + runs[r].table;
+      int64_t row = runs[r].row + at, count = smaller(KEYS, runs[r].count - at);
+      const REAL *k = table->k + row * table->stride_k + group * width;
+      const REAL *v = table->v + row * table->stride_v + group * width;
+      score_keys(q, k, table->stride_k, width, count, (REAL)in->scale, scores);
+      if (runs[r].table == MEMORY && in->mem_positions)
+        for (int64_t j = 0; j < count; j++)
+          if (seen_from(in->mem_positions[row + j], in->window, x)) scores[j] = -(REAL)INFINITY;
+      REAL before = most;
+      for (int64_t j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
+      REAL from = most > -(REAL)INFINITY ? most : 0; /* nothing seen yet: no weight */
+      vec sums = splat(0);
+      for (int64_t j = 0; j < count; j += LANES) {
+        vec weight = raised((load_some(scores + j, count - j) - splat(from)) * splat(log2_e));
+        store_some(scores + j, weight, count - j);
+        sums += load_some(scores + j, count - j); /* 0 behind the last */
+      }
+      REAL factor = raised(splat((before - from) * log2_e))[0];
+      sum = sum * factor + total(sums);
+      int64_t n = 0;
+      for (; n + 4 * LANES <= width; n += 4 * LANES)
+        sum_values(w->out + n, factor, scores, v + n, table->stride_v, count, 4, 0);
+      for (; n < width; n += LANES)
+        sum_values(w->out + n, factor, scores, v + n, table->stride_v, count, 1, width - n);
+    }
+  vec share = splat(1 / sum);
+  for (int64_t n = 0; n < width; n += LANES)
+    store_some(out + to * width + n, load(w->out + n) * share, width - n);
+  log_sum[to] = most + (REAL)log(sum);
+}
+
 /* --- backward -------------------------------------------------------------------------------- */
 
 /* Make weights of scores, and of what values give a weight's own gradient a score's. */
@@ -353,7 +431,11 @@ static int run(const Inputs *in, const Gradients *to, REAL *out, REAL *total, in
     for (int64_t task = 0; task < tasks; task++) {
       if (!room) continue;
       if (!to) {
-        attend(in, blocks + task / in->heads, task % in->heads, &tile, &w, lanes, out, total);
+        const Block *block = blocks + task / in->heads;
+        if (block->count == 1)
+          attend_alone(in, block, task % in->heads, &w, out, total);
+        else
+          attend(in, block, task % in->heads, &tile, &w, lanes, out, total);
         continue;
       }
       int64_t segment = task / in->groups, each = in->heads / in->groups;

@@ -21,7 +21,8 @@ from ssmzoo_kernels.validation import innermost_transform
 
 OP = "few_rows_linear"
 dispatch.c_kernels[OP] = lambda: cpu
-MOST_ROWS = 8
+MOST_ROWS = 64  # which few_rows_linear takes; more are a matter of arithmetic
+TOO_FEW = 8  # rows for which many_rows_linear does not pack a weight
 MUCH_WORK = 2**21  # products of numbers; with fewer the call of a kernel for many rows costs more
 TILE = 256  # outputs whose weights are widened at once, so that they are read from the cache
 _REALS = (torch.float32, torch.float64)
@@ -176,7 +177,7 @@ def many_rows_linear(
 
 def _takes_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
-        x.numel() > MOST_ROWS * x.shape[-1]
+        x.numel() > TOO_FEW * x.shape[-1]
         and x.dtype is weight.dtype
         and weight.device.type == "cpu"
         and type(weight) in (Tensor, torch.nn.Parameter)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ssmzoo_kernels.token_step.writer import MOST_ROWS, Code, Value, Writer
+from ssmzoo_kernels.token_step.writer import Code, Value, Writer
 
 
 class Program(Writer):
@@ -254,4 +254,4 @@ class Program(Writer):
         self._add(Code.INNOVATE, 0, (y,), (weights,), size)
 
 
-__all__ = ["MOST_ROWS", "Program", "Value"]
+__all__ = ["Program", "Value"]

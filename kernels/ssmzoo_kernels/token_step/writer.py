@@ -16,7 +16,6 @@ from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
 dispatch.c_kernels[OP] = lambda: cpu
-MOST_ROWS = 8
 
 
 class Code(enum.IntEnum):
@@ -204,7 +203,7 @@ class Writer:
         )
 
     def run(self, rows: int, tensors: Sequence[Tensor]) -> None:
-        """Run the instructions on at most ``MOST_ROWS`` rows.
+        """Run the instructions.
 
         Args:
             rows: B.

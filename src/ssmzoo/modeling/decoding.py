@@ -23,7 +23,8 @@ from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
-from ssmzoo_kernels.token_step import MOST_ROWS, Program, Value
+from ssmzoo_kernels.few_rows_linear import MOST_ROWS
+from ssmzoo_kernels.token_step import Program, Value
 
 _log = logging.getLogger("ssmzoo")
 # how far a program's output may be from the module's own, by its greatest number
@@ -218,7 +219,8 @@ def _may_decode(
         return False
     if (
         not decodes_on_cpu(x)
-        or not 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        or not x.numel()
+        or (x.numel() > MOST_ROWS * x.shape[-1] and x.shape[-2] > 1)  # a prompt
         or x.dtype not in FORMATS
         or not takes_kernels()
         or module_hooks._global_forward_hooks

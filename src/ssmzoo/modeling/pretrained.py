@@ -15,7 +15,7 @@ from ssmzoo.checkpoints.trust import stored_numbers, trusted
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.images import ImageEmbedding
-from ssmzoo.modeling.layers import CausalConv1d
+from ssmzoo.modeling.layers import CausalConv1d, Linear
 from ssmzoo.modeling.module_parts import stock_class
 
 
@@ -94,7 +94,12 @@ class SSMPreTrainedModel(PreTrainedModel):
                 f"resize_token_embeddings needs an embedding of tokens, and this "
                 f"{type(self).__name__} has none: its {name} is {getattr(self.config, name)}"
             )
-        return super().resize_token_embeddings(*args, **kwargs)
+        before: Any = self.get_output_embeddings()
+        resized = super().resize_token_embeddings(*args, **kwargs)
+        head: Any = self.get_output_embeddings()
+        if type(before) is Linear and type(head) is nn.Linear:  # transformers makes a new one
+            head.__class__, head.role = Linear, before.role
+        return resized
 
     @classmethod
     def maybe_distribute_model(

@@ -2,5 +2,4 @@
 
 from typing import Any
 
-MOST_ROWS = 0  # for which there is a program
 Program = Value = Any
