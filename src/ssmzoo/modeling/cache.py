@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -147,6 +148,20 @@ class RecurrentCache(RollbackCache):
         found.layers = [copy.copy(layer) for layer in self.layers]
         found.recording = False
         found._rows_change(lambda state: state.index_select(0, indices.to(state.device)))
+        return found
+
+    @classmethod
+    def joined(cls, caches: Sequence[Self]) -> Self:
+        """Return a new cache that holds the rows of several of one model, in their order.
+
+        Keys and values of all tokens get zeros in front where other rows have seen more.
+        """
+        found = copy.copy(caches[0])
+        found.layers = [copy.copy(layer) for layer in found.layers]
+        found.deactivate_past_recording()
+        each = zip(*(cache.get_states() for cache in caches), strict=True)
+        found.set_states([{n: _stacked([s[n] for s in held]) for n in held[0]} for held in each])
+        found.seen_tokens = max(cache.seen_tokens for cache in caches)
         return found
 
     def _rows_change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -365,6 +380,14 @@ class StateCache(RecurrentCache):
             OSError: The file cannot be read.
         """
         return cls.read(path, config, device, adapter=adapter, **options)[0]
+
+
+def _stacked(states: list[Tensor]) -> Tensor:
+    """Return the rows of states ``[B, ...]``, with zeros in front of shorter ones ``[B, P, D]``."""
+    if len({state.shape[1:] for state in states}) > 1:
+        longest = max(state.shape[1] for state in states)
+        states = [F.pad(state, (0, 0, longest - state.shape[1], 0)) for state in states]
+    return torch.cat(states)
 
 
 def check_kind(cache: object, kind: type[RecurrentCache] = StateCache) -> None:

@@ -202,15 +202,23 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             inputs.pop("attention_mask", None)
         return inputs
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse ``generate_batch``, which pages attention's keys and values.
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``generate_batch`` and servers answer requests by; see ``ssmzoo.batching``.
 
         Raises:
-            ValueError: Always.
+            ValueError: The model cannot generate.
         """
+        from ssmzoo.batching.manager import manager_of
+
+        if self.config.token_inputs:
+            self._refuse_to_generate()
+        return manager_of(self, *args, **kwargs)
+
+    def _refuse_to_generate(self) -> NoReturn:
+        names = " and ".join(self.config.token_inputs)
         raise ValueError(
-            f"{type(self).__name__} has no keys and values for continuous batching to page: its "
-            "state has a fixed size; use generate, with left-padded prompts"
+            f"{type(self).__name__} cannot generate: it needs {names} of every token, and a "
+            "new token has none; call it on whole sequences"
         )
 
     def create_masks_for_generate(self, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
@@ -222,11 +230,7 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
         if self.config.token_inputs:
-            names = " and ".join(self.config.token_inputs)
-            raise ValueError(
-                f"{type(self).__name__} cannot generate: it needs {names} of every token, and a "
-                "new token has none; call it on whole sequences"
-            )
+            self._refuse_to_generate()
         renamed_cache(kwargs)
         check_kind(kwargs.get(CACHE))
         # as transformers does: an argument first, then the given configuration, then the model's

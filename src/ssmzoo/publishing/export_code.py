@@ -42,6 +42,7 @@ _STAND_INS = {
     f"ssmzoo_kernels.{name}": Path(__file__).with_name("standalone") / f"{name}.py"
     for name in ("dispatch", "few_rows_linear", "token_step")
 }
+_STAND_INS["ssmzoo.batching.manager"] = Path(__file__).with_name("standalone") / "manager.py"
 _SECTION = "## Without ssmzoo"
 _NEEDED = ("torch", "transformers")
 _WIDTH = 100
@@ -395,7 +396,9 @@ def _travels(module: str, plugin: str) -> bool:
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
     modules = ("modeling", "checkpoints.loader", "checkpoints.trust", "environment.messages")
-    return parts[0] == plugin or any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
+    if parts[0] == plugin or module in _STAND_INS:
+        return True
+    return any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
 
 
 def _place(source: Source, node: ast.AST) -> str:

@@ -76,6 +76,21 @@ class GeneratingCalls(ModelCalls):
                 del model_kwargs[made]
                 model_kwargs[CACHE] = counts
 
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``generate_batch`` and servers answer requests by; see ``ssmzoo.batching``.
+
+        Raises:
+            ValueError: The model has attention, whose keys and values say of no row where it begins.
+        """
+        from ssmzoo.batching.manager import manager_of
+
+        if not isinstance(new_cache(self.recurrent_backbone.config), StockCache):
+            raise ValueError(
+                f"{type(self).__name__} has attention, whose cache cannot join rows of different "
+                "lengths; use generate, with left-padded prompts"
+            )
+        return manager_of(self, *args, **kwargs)
+
     def _prepare_position_ids_for_generation(
         self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:

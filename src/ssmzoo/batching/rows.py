@@ -1,0 +1,91 @@
+"""The requests that are being answered: a row of one cache each."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ssmzoo.modeling.cache import RecurrentCache, backbone_of
+from ssmzoo.modeling.compat import CACHE
+
+
+class Rows:
+    """Requests behind their prompts, and their states.
+
+    Args:
+        model: A causal language model that keeps a state.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._growing: set[tuple[int, str]] = set()  # layers and names of states with all tokens
+        self.requests: list[RequestState] = []
+        self.cache: RecurrentCache | None = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def read(self, tokens: Sequence[int], cache: RecurrentCache | None) -> RecurrentCache:
+        """Read some tokens of one row behind its state, and return the new state."""
+        backbone = backbone_of(self._model)
+        cache = backbone.cache_class(backbone.config) if cache is None else cache
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        backbone(ids, **{CACHE: cache})
+        return cache
+
+    def finish(
+        self, tokens: Sequence[int], cache: RecurrentCache | None
+    ) -> tuple[Tensor, RecurrentCache]:
+        """Read the last tokens of a prompt; return the logits behind them, ``[1, V]``, and the state."""
+        backbone = backbone_of(self._model)
+        cache = backbone.cache_class(backbone.config) if cache is None else cache
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        return self._logits(ids, cache), cache
+
+    def add(self, requests: Sequence[RequestState], cache: RecurrentCache) -> None:
+        """Let requests join, a row of the cache each."""
+        self.requests += requests
+        self.cache = cache if self.cache is None else type(cache).joined([self.cache, cache])
+
+    def keep(self, wanted: Container[str]) -> None:
+        """Drop the rows of all requests but these."""
+        rows = [i for i, request in enumerate(self.requests) if request.request_id in wanted]
+        if self.cache is None or len(rows) == len(self.requests):
+            return
+        self.requests = [self.requests[i] for i in rows]
+        if not rows:
+            self.cache = None
+            return
+        self.cache = self.cache.selected(torch.tensor(rows))
+        if self._growing:
+            longest = max(map(tokens_read, self.requests))
+            states = self.cache.get_states()
+            for layer, name in self._growing:
+                states[layer][name] = states[layer][name][:, -longest:].contiguous()
+            self.cache.set_states(states)
+
+    def step(self) -> Tensor:
+        """Read the newest token of every row; return the logits behind them, ``[R, V]``."""
+        assert self.cache is not None
+        before = self.cache.get_states()
+        shapes = [{name: state.shape for name, state in held.items()} for held in before]
+        newest = [[request.generated_tokens[-1]] for request in self.requests]
+        logits = self._logits(torch.tensor(newest, device=self._model.device), self.cache)
+        for layer, held in enumerate(self.cache.get_states()):
+            for name, state in held.items():
+                if state.shape != shapes[layer][name]:
+                    self._growing.add((layer, name))
+        return logits
+
+    def _logits(self, ids: Tensor, cache: RecurrentCache) -> Tensor:
+        output = self._model(ids, logits_to_keep=1, use_cache=True, **{CACHE: cache})
+        return output.logits[:, -1]
+
+
+def tokens_read(request: RequestState) -> int:
+    """Return how many tokens the state of a request that is being answered has read."""
+    return len(request.initial_tokens) + len(request.generated_tokens) - 1
