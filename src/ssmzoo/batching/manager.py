@@ -35,7 +35,6 @@ from transformers.generation.continuous_batching.requests import (
     RequestState,
     RequestStatus,
 )
-from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ssmzoo.batching.prefixes import Prefixes
 from ssmzoo.batching.rows import Rows, tokens_read
@@ -80,7 +79,7 @@ class StateManager(ContinuousBatchingManager):
         self.warmed_up = False
         self._generation_thread = self._original_attn_impl = None
         self._request_counter, self._request_lock = 0, threading.Lock()
-        self._wake_up_loop = threading.Event()
+        self._wake_up_loop = self._has_new_requests = threading.Event()  # 5.17 has the other name
         self._use_prefix_sharing = config.allow_block_sharing
 
     def add_request(
@@ -126,22 +125,41 @@ class StateManager(ContinuousBatchingManager):
         return self.batch_processor
 
 
-class _Scheduler(Scheduler):
-    """transformers' queue of requests, of which the oldest is read first."""
+class _Requests:
+    """Requests that wait, the oldest first, and those that are being answered, by their names.
 
-    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Not asked."""
-        raise NotImplementedError
+    Its methods without a line of their own are those of transformers' ``Scheduler``.
+    """
 
-    def next(self) -> RequestState | None:
-        """Return the oldest request that waits, and leave it where it is."""
-        return next(iter(self.waiting_requests.values()), None)
+    def __init__(self) -> None:
+        self.waiting: dict[str, RequestState] = {}
+        self.active: dict[str, RequestState] = {}
+        self._cancelled: set[str] = set()
 
-    def take(self, request: RequestState) -> None:
-        """Let a request that waits become active."""
-        del self.waiting_requests[request.request_id]
-        self.waiting_requests_order.remove(request.request_id)
-        self.active_requests[request.request_id] = request
+    def add_waiting_request(self, request: RequestState) -> None:
+        self.waiting[request.request_id] = request
+
+    def set_request_cancellation(self, name: str) -> None:
+        self._cancelled.add(name)
+
+    def clear_cancelled(self) -> list[RequestState]:
+        """Remove the requests that were cancelled, and return them."""
+        found = [self.waiting.pop(name, None) or self.finish(name) for name in self._cancelled]
+        self._cancelled.clear()
+        return [request for request in found if request is not None]
+
+    def take_oldest(self) -> RequestState:
+        """Let the oldest request that waits become active, and return it."""
+        name = next(iter(self.waiting))
+        request = self.active[name] = self.waiting.pop(name)
+        return request
+
+    def finish(self, name: str) -> RequestState | None:
+        """Remove a request that is being answered."""
+        return self.active.pop(name, None)
+
+    def get_active_request_static_outputs(self, name: str) -> list[int]:
+        return self.active[name].generated_tokens if name in self.active else []
 
 
 @dataclass
@@ -167,8 +185,7 @@ class _Processor(ContinuousBatchProcessor):
         self.background_thread_status = manager.background_thread_status
         self.distributed_helper = manager.distributed_helper
         self.inputs_and_outputs: Any = SimpleNamespace(compute_stream=None)
-        pages: Any = SimpleNamespace(free_blocks=lambda request_id: 0)
-        self.scheduler = _Scheduler(pages, 0.0, config.max_requests_per_batch or MOST_ROWS)
+        self._most_rows = config.max_requests_per_batch or MOST_ROWS
         self._seeds, self._seed = manager.seeds, config.seed
         self._samples = bool(manager.generation_config.do_sample)
         self._model: Any = manager.model
@@ -190,14 +207,14 @@ class _Processor(ContinuousBatchProcessor):
         self.reset()
 
     def __repr__(self) -> str:
-        return f"{len(self._rows)} rows, {len(self.scheduler.waiting_requests)} requests wait"
+        return f"{len(self._rows)} rows, {len(self._requests.waiting)} requests wait"
 
     def __del__(self) -> None:
         """Leave torch's memory as it is, unlike transformers' processor."""
 
     def reset(self) -> None:
         """Forget all requests, and states of other weights."""
-        self.scheduler.reset()
+        self._requests = self.scheduler = _Requests()
         self._rows = Rows(self._model)
         self._prompt: _Prompt | None = None
         self._outputs: list[RequestState] = []
@@ -212,13 +229,17 @@ class _Processor(ContinuousBatchProcessor):
         """Take new requests and drop cancelled ones; return whether there is something to do."""
         if self._update_tp_group_state():
             return False
-        for request in self.scheduler.clear_cancelled_requests():
+        requests = self._requests
+        for request in requests.clear_cancelled():
             self._forget(request)
-        active = self.scheduler.active_requests
-        self._rows.keep(active)
-        if self._prompt is not None and self._prompt.request.request_id not in active:
+        self._rows.keep(requests.active)
+        if self._prompt is not None and self._prompt.request.request_id not in requests.active:
             self._prompt = None
-        return self.scheduler.has_pending_requests()
+        return self.has_pending_requests()
+
+    def has_pending_requests(self) -> bool:
+        """Return whether any request waits or is being answered."""
+        return bool(self._requests.waiting or self._requests.active)
 
     @torch.no_grad()
     def _generation_step(self, model: Any) -> None:
@@ -226,7 +247,7 @@ class _Processor(ContinuousBatchProcessor):
         if len(self._rows):
             logits = self._rows.step()
             self._answer(self._rows.requests, logits, self._rows.cache)
-            self._rows.keep(self.scheduler.active_requests)
+            self._rows.keep(self._requests.active)
         budget = self._between
         while budget > 0 and (prompt := self._next_prompt()) is not None:
             try:
@@ -243,30 +264,28 @@ class _Processor(ContinuousBatchProcessor):
 
     def fail_all_requests(self, error: Exception) -> None:
         """Fail the requests that are being answered, and those that wait."""
-        waiting = self.scheduler.waiting_requests
-        for request in [*self.scheduler.active_requests.values(), *waiting.values()]:
+        for request in [*self._requests.active.values(), *self._requests.waiting.values()]:
             self._fail(request, error)
-        waiting.clear()
-        self.scheduler.waiting_requests_order.clear()
+        self._requests.waiting.clear()
         self._rows, self._prompt = Rows(self._model), None
 
     def _next_prompt(self) -> _Prompt | None:
         """Return the prompt to read now; None: there is none, or no room for its state."""
         if self._prompt is not None:
             return self._prompt
-        while (request := self.scheduler.next()) is not None:
+        while self._requests.waiting:
+            request = next(iter(self._requests.waiting.values()))
             if (why := self._refusal(request)) is not None:
-                self.scheduler.take(request)
-                self._fail(request, ValueError(why))
+                self._fail(self._requests.take_oldest(), ValueError(why))
                 continue
             copies = 1 + request.num_children
             held = sum(map(self._need, self._rows.requests))
             if len(self._rows) and (
-                len(self._rows) + copies > self.scheduler.max_requests_per_batch
+                len(self._rows) + copies > self._most_rows
                 or held + copies * self._need(request) > self._room
             ):
                 return None
-            self.scheduler.take(request)
+            self._requests.take_oldest()
             request.status = RequestStatus.PREFILLING
             if self._versions != (now := versions(self._model)):  # trained in a pause
                 self._versions = now
@@ -316,7 +335,7 @@ class _Processor(ContinuousBatchProcessor):
         names = [f"{request.request_id}__child#{i}" for i in range(request.num_children)]
         request.num_children = 0
         requests = [request, *(request.fork(name) for name in names)]
-        self.scheduler.active_requests |= {each.request_id: each for each in requests}
+        self._requests.active |= {each.request_id: each for each in requests}
         for place, each in enumerate(requests):
             seed = self._seeds.get(request.request_id)
             if seed is None and self._seed is not None:
@@ -369,7 +388,7 @@ class _Processor(ContinuousBatchProcessor):
                     tokens = [*request.initial_tokens, *request.generated_tokens]
                     held = cache.selected(torch.tensor([row]))
                     self._prefixes.put(tokens[: tokens_read(request)], held)
-                self.scheduler.finish_request(request.request_id)
+                self._requests.finish(request.request_id)
                 self._forget(request)
             if done or request.streaming:
                 self._outputs.append(request)
@@ -380,7 +399,7 @@ class _Processor(ContinuousBatchProcessor):
 
     def _fail(self, request: RequestState, error: Exception) -> None:
         self._handle_request_error(error, request)
-        self.scheduler.finish_request(request.request_id)
+        self._requests.finish(request.request_id)
         self._forget(request)
 
     @torch.no_grad()
