@@ -37,7 +37,7 @@ MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 # checks of torch and PEFT, which are the same there
 OF_TORCH := compile or fullgraph or export or onnx or jit_trace or lora_parameters
-OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py)
+OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py tests/batching)
 
 # bytecode is kept, whatever the shell says: each process would compile torch and transformers anew, 15 s
 export PYTHONDONTWRITEBYTECODE :=
@@ -76,7 +76,7 @@ ifeq ($(TESTS),tests)
 	@echo "== model tests on the oldest supported transformers =="
 	$(if $(OLDEST_TESTS),,$(error no model tests found under tests/))
 	PYTHONPATH=$(OLDEST_DIR) $(PYTEST) -p tests.versions -m "not slow and not gpu and not variant" \
-	  -k "(promise or convert or modeling or compat or stock) and not ($(OF_TORCH))" $(OLDEST_TESTS)
+	  -k "(promise or convert or modeling or compat or stock or batching) and not ($(OF_TORCH))" $(OLDEST_TESTS)
 endif
 	@echo "== all tests on the versions of constraints.txt =="
 	$(PYTEST) -p tests.versions -p tests.skip_guard -m "not slow and not gpu" $(TESTS)

@@ -50,11 +50,12 @@ def language_model(name, layers):
     return family.causal_lm_class(family.config(**fields)).eval()
 
 
-# by family: calls of a forward pass of one layer over 80 tokens without a cache, calls of a decoding
-# step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
-# B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
-# asks for every token whether what has no program has changed, linear attention's norm whether it
-# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them
+# by family: calls of a forward pass of one layer, over 80 tokens without a cache; those of a
+# decoding step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes
+# grow, and of B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise
+# must pay: DSS asks for every token whether what has no program has changed, linear attention's
+# norm whether it is one of groups, mixers whether they got boundaries, kept values whether
+# torch.jit traces them
 MOST = {
     "longhorn": (53, 108),
     "coffee": (68, 108),

@@ -472,11 +472,9 @@ def test_cache_implementations_do_not_change_tokens(model, ids, kind, caplog):
     assert torch.equal(once, model.generate(ids[:1], **options))
 
 
-def test_continuous_batching_is_refused(model, ids):
+def test_pages_are_refused(model, ids):
     with pytest.raises(ValueError, match="cache_implementation must be left out, got 'paged'"):
         model.generate(ids, max_new_tokens=2, pad_token_id=0, cache_implementation="paged")
-    with pytest.raises(ValueError, match="no keys and values for continuous batching to page"):
-        model.generate_batch([[4, 5, 6]])
 
 
 def test_a_state_file_from_before_a_field_existed_is_loaded(cache, tmp_path, monkeypatch):

@@ -9,9 +9,12 @@ transformers'.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import queue
 import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +23,6 @@ import psutil
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessorList,
-)
 from transformers.generation.continuous_batching.continuous_api import (
     BackgroundThreadStatus,
     ContinuousBatchingManager,
@@ -30,16 +30,12 @@ from transformers.generation.continuous_batching.continuous_api import (
     OutputRouter,
 )
 from transformers.generation.continuous_batching.distributed import DistributedHelper
-from transformers.generation.continuous_batching.requests import (
-    FutureRequestState,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from ssmzoo.batching.prefixes import Prefixes
-from ssmzoo.batching.rows import Rows, tokens_read
-from ssmzoo.modeling.cache import RecurrentCache, backbone_of
-from ssmzoo.modeling.prompt import versions
+from ssmzoo.batching.rows import Rows
+from ssmzoo.batching.sampling import Sampler
+from ssmzoo.modeling.cache import RecurrentCache
 
 PIECE = 128  # tokens between two states of a prompt that are kept
 BETWEEN_STEPS = 512  # tokens of prompts that are read while others wait for their next one
@@ -48,12 +44,15 @@ KEPT_SHARE = 0.25  # of the memory for states: those of prompts
 
 
 class StateManager(ContinuousBatchingManager):
-    """Answers requests by a model that keeps a state; :class:`ContinuousBatchingManager` has the rest.
+    """Answers requests by a model that keeps a state.
 
     Of its configuration count ``max_requests_per_batch``, ``max_memory_percent`` (of free memory,
     for states), ``max_batch_tokens`` (of prompts, between two steps), ``allow_block_sharing``
-    (prompts that begin alike are read once), ``return_logprobs``, ``per_request_processors``,
-    ``seed`` and ``max_queue_size``.
+    (prompts that begin alike are read once), ``return_logprobs``, ``seed`` and ``max_queue_size``.
+
+    ``add_request`` also takes fields of ``GenerationConfig`` for its request alone, and ``seed``:
+    the answer is that of ``generate`` after ``torch.manual_seed(seed)``. Without it seeds are drawn
+    by torch, or go up from the configuration's.
     """
 
     def __init__(
@@ -61,14 +60,11 @@ class StateManager(ContinuousBatchingManager):
     ) -> None:
         # transformers' own looks for pages of attention
         self.model = model.eval()
-        self.generation_config, self.continuous_batching_config = generation_config, config
-        self.num_return_sequences = generation_config.num_return_sequences or 1
-        self.logit_processor = ContinuousBatchingLogitsProcessorList(
-            model._get_logits_processor(generation_config),
-            config.per_request_processors,
-            config.drop_unsupported_processors,
-        )
-        self.seeds: dict[str, int] = {}
+        self.generation_config = _completed(model, generation_config)
+        self.continuous_batching_config = config
+        self.num_return_sequences = self.generation_config.num_return_sequences or 1
+        seed = int(torch.randint(2**32, ())) if config.seed is None else config.seed
+        self.seeds = itertools.count(seed)  # of requests that bring none
         self.input_queue = queue.Queue(config.max_queue_size)
         self.cancel_queue = queue.Queue()
         self.output_router = OutputRouter()
@@ -82,40 +78,14 @@ class StateManager(ContinuousBatchingManager):
         self._wake_up_loop = self._has_new_requests = threading.Event()  # 5.17 has the other name
         self._use_prefix_sharing = config.allow_block_sharing
 
-    def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        *args: Any,
-        seed: int | None = None,
-        **kwargs: Any,
-    ) -> str | None:
-        """Add a request, as transformers does.
-
-        Args:
-            input_ids: The prompt.
-            request_id: Its name; None: a new one.
-            *args: As of transformers.
-            seed: Of its sampling: the answer is that of ``generate`` after
-                ``torch.manual_seed(seed)``. None: drawn from the configuration's seed.
-            **kwargs: As of transformers.
-
-        Raises:
-            ValueError: The prompt is empty, or holds what is no token of the model.
-        """
-        count = self.model.get_input_embeddings().num_embeddings
-        if not len(input_ids) or not all(0 <= token < count for token in input_ids):
-            raise ValueError(
-                f"input_ids must be tokens from 0 to {count - 1}, at least one, got "
-                f"{[token for token in input_ids if not 0 <= token < count][:3]}"
-            )
-        if request_id is None:
-            with self._request_lock:
-                request_id = f"req_{self._request_counter}"
-                self._request_counter += 1
-        if seed is not None:
-            self.seeds[request_id] = seed
-        return super().add_request(input_ids, request_id, *args, **kwargs)
+    @contextmanager
+    def pause(self) -> Generator[None]:
+        """Let the caller change the weights; states of those before are shared no more."""
+        with super().pause():
+            try:
+                yield
+            finally:
+                self.batch_processor.forget_states()
 
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is None:
@@ -142,21 +112,18 @@ class _Requests:
     def set_request_cancellation(self, name: str) -> None:
         self._cancelled.add(name)
 
-    def clear_cancelled(self) -> list[RequestState]:
-        """Remove the requests that were cancelled, and return them."""
-        found = [self.waiting.pop(name, None) or self.finish(name) for name in self._cancelled]
+    def drop_cancelled(self) -> None:
+        """Remove the requests that were cancelled."""
+        for name in self._cancelled:
+            self.waiting.pop(name, None)
+            self.active.pop(name, None)
         self._cancelled.clear()
-        return [request for request in found if request is not None]
 
     def take_oldest(self) -> RequestState:
         """Let the oldest request that waits become active, and return it."""
         name = next(iter(self.waiting))
         request = self.active[name] = self.waiting.pop(name)
         return request
-
-    def finish(self, name: str) -> RequestState | None:
-        """Remove a request that is being answered."""
-        return self.active.pop(name, None)
 
     def get_active_request_static_outputs(self, name: str) -> list[int]:
         return self.active[name].generated_tokens if name in self.active else []
@@ -179,15 +146,16 @@ class _Processor(ContinuousBatchProcessor):
     def __init__(self, manager: StateManager) -> None:
         config = manager.continuous_batching_config
         self.cb_config = config
-        self.logit_processor = manager.logit_processor
         self.input_queue, self.cancel_queue = manager.input_queue, manager.cancel_queue
         self.output_router = manager.output_router
         self.background_thread_status = manager.background_thread_status
         self.distributed_helper = manager.distributed_helper
         self.inputs_and_outputs: Any = SimpleNamespace(compute_stream=None)
+        # arguments of requests are looked at when their turn comes
+        self.logit_processor: Any = SimpleNamespace(check_kwargs=lambda kwargs: None)
         self._most_rows = config.max_requests_per_batch or MOST_ROWS
-        self._seeds, self._seed = manager.seeds, config.seed
-        self._samples = bool(manager.generation_config.do_sample)
+        self._config = manager.generation_config
+        self._seeds = manager.seeds
         self._model: Any = manager.model
         self._rows = Rows(self._model)
         first, second = self._state_bytes(1), self._state_bytes(2)
@@ -213,14 +181,19 @@ class _Processor(ContinuousBatchProcessor):
         """Leave torch's memory as it is, unlike transformers' processor."""
 
     def reset(self) -> None:
-        """Forget all requests, and states of other weights."""
-        self._requests = self.scheduler = _Requests()
+        """Forget all requests and states: the weights may be others."""
+        self._requests = self.scheduler = _Requests()  # pyright: ignore[reportAttributeAccessIssue]
         self._rows = Rows(self._model)
         self._prompt: _Prompt | None = None
         self._outputs: list[RequestState] = []
-        self._generators: dict[str, torch.Generator] = {}
-        self._numbers = itertools.count()
-        self._versions = versions(self._model)
+        self._samplers: dict[str, Sampler] = {}
+        self._mixed: set[str] = set()  # requests whose states are of several weights
+        self._prefixes.clear()
+
+    def forget_states(self) -> None:
+        """Share no state that was made so far."""
+        self._prefixes.clear()
+        self._mixed = {*self._requests.active}
 
     def warmup(self, model: Any) -> None:
         """Do nothing: a model's first call is like its others."""
@@ -229,11 +202,12 @@ class _Processor(ContinuousBatchProcessor):
         """Take new requests and drop cancelled ones; return whether there is something to do."""
         if self._update_tp_group_state():
             return False
-        requests = self._requests
-        for request in requests.clear_cancelled():
-            self._forget(request)
-        self._rows.keep(requests.active)
-        if self._prompt is not None and self._prompt.request.request_id not in requests.active:
+        self._requests.drop_cancelled()
+        self._keep_active()
+        if (
+            self._prompt is not None
+            and self._prompt.request.request_id not in self._requests.active
+        ):
             self._prompt = None
         return self.has_pending_requests()
 
@@ -245,9 +219,8 @@ class _Processor(ContinuousBatchProcessor):
     def _generation_step(self, model: Any) -> None:
         """Decode a token of every row, then read prompts; meanwhile nobody waits for long."""
         if len(self._rows):
-            logits = self._rows.step()
-            self._answer(self._rows.requests, logits, self._rows.cache)
-            self._rows.keep(self._requests.active)
+            self._answer(self._rows.requests, self._rows.step())
+            self._keep_active()
         budget = self._between
         while budget > 0 and (prompt := self._next_prompt()) is not None:
             try:
@@ -264,10 +237,28 @@ class _Processor(ContinuousBatchProcessor):
 
     def fail_all_requests(self, error: Exception) -> None:
         """Fail the requests that are being answered, and those that wait."""
+        self.update_batch()
         for request in [*self._requests.active.values(), *self._requests.waiting.values()]:
             self._fail(request, error)
         self._requests.waiting.clear()
         self._rows, self._prompt = Rows(self._model), None
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        """Hand over a failed request, and each other answer that was asked of it."""
+        asked = [state, *(state.fork(name) for name in _other_names(state))]
+        for request in asked:
+            self.output_router.fail_and_deliver(request, error)
+
+    def _fail(self, request: RequestState, error: Exception) -> None:
+        self._requests.active.pop(request.request_id, None)
+        self._handle_request_error(error, request)
+
+    def _keep_active(self) -> None:
+        """Drop the rows, and what else is kept, of requests that ended or were cancelled."""
+        active = self._requests.active
+        self._rows.keep(active)
+        for name in self._samplers.keys() - active.keys():
+            del self._samplers[name]
 
     def _next_prompt(self) -> _Prompt | None:
         """Return the prompt to read now; None: there is none, or no room for its state."""
@@ -275,36 +266,46 @@ class _Processor(ContinuousBatchProcessor):
             return self._prompt
         while self._requests.waiting:
             request = next(iter(self._requests.waiting.values()))
-            if (why := self._refusal(request)) is not None:
-                self._fail(self._requests.take_oldest(), ValueError(why))
+            try:
+                self._require_answerable(request)
+            except Exception as error:
+                self._fail(self._requests.take_oldest(), error)
                 continue
-            copies = 1 + request.num_children
-            held = sum(map(self._need, self._rows.requests))
-            if len(self._rows) and (
-                len(self._rows) + copies > self._most_rows
-                or held + copies * self._need(request) > self._room
-            ):
+            rows = len(self._rows) + 1 + request.num_children
+            # shorter states that grow are padded to the longest one
+            need = max(map(self._need, [request, *self._rows.requests]))
+            if len(self._rows) and (rows > self._most_rows or rows * need > self._room):
                 return None
             self._requests.take_oldest()
             request.status = RequestStatus.PREFILLING
-            if self._versions != (now := versions(self._model)):  # trained in a pause
-                self._versions = now
-                self._prefixes.clear()
             self._prompt = _Prompt(request, *self._prefixes.longest(request.initial_tokens))
             return self._prompt
         return None
 
-    def _refusal(self, request: RequestState) -> str | None:
-        """Return why a request can never be answered, if so."""
+    def _require_answerable(self, request: RequestState) -> None:
+        """Fail unless a request can be answered.
+
+        Raises:
+            ValueError: It has no tokens, others than the model's, or too many for the memory.
+        """
+        tokens, count = request.initial_tokens, len(self._model.get_input_embeddings().weight)
+        if not tokens:
+            raise ValueError("input_ids must hold at least one token")
+        strange = [t for t in tokens if not (isinstance(t, int) and 0 <= t < count)]
+        if strange:
+            raise ValueError(
+                f"input_ids must be a list of tokens from 0 to {count - 1}, got {strange[0]!r:.99}"
+            )
         if self._state_grows and request.max_new_tokens is None:
-            return "max_new_tokens must be given: the state of this model grows with each token"
+            raise ValueError(
+                "max_new_tokens must be given: the state of this model grows with each token"
+            )
         need = (1 + request.num_children) * self._need(request)
         if need > self._room:
-            return (
+            raise ValueError(
                 f"the request needs {need / 2**20:.3g} MiB for its state, and there are "
                 f"{self._room / 2**20:.3g}; ask for fewer tokens, or raise max_memory_percent"
             )
-        return None
 
     def _need(self, request: RequestState) -> float:
         """Return how many bytes the state of a request may come to take."""
@@ -313,15 +314,14 @@ class _Processor(ContinuousBatchProcessor):
 
     def _read(self, prompt: _Prompt, budget: int) -> int:
         """Read the next piece of a prompt; behind its last one the request joins the rows."""
-        tokens = prompt.request.initial_tokens
+        tokens, shares = prompt.request.initial_tokens, bool(self._prefixes.room)
         end = min(len(tokens), prompt.read + budget)
-        shares = bool(self._prefixes.room)
         if shares:
             end = min(end, (prompt.read // PIECE + 1) * PIECE)
         piece, read = tokens[prompt.read : end], end - prompt.read
         if end < len(tokens):
             prompt.cache, prompt.read = self._rows.read(piece, prompt.cache), end
-            if shares and end % PIECE == 0:
+            if shares and end % PIECE == 0 and prompt.request.request_id not in self._mixed:
                 self._prefixes.put(tokens[:end], prompt.cache)
             return read
         logits, cache = self._rows.finish(piece, prompt.cache)
@@ -331,80 +331,70 @@ class _Processor(ContinuousBatchProcessor):
 
     def _join(self, request: RequestState, logits: Tensor, cache: RecurrentCache) -> None:
         """Give a request, and its other answers, a first token each and a row each."""
-        request.status = RequestStatus.DECODING
-        names = [f"{request.request_id}__child#{i}" for i in range(request.num_children)]
-        request.num_children = 0
-        requests = [request, *(request.fork(name) for name in names)]
-        self._requests.active |= {each.request_id: each for each in requests}
-        for place, each in enumerate(requests):
-            seed = self._seeds.get(request.request_id)
-            if seed is None and self._seed is not None:
-                seed = self._seed + next(self._numbers)
-            generator = torch.Generator(self._model.device)
-            if seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(seed + place)
-            self._generators[each.request_id] = generator
-        self._answer(requests, logits.expand(len(requests), -1), None)
-        left = [each for each in requests if each.status == RequestStatus.DECODING]
+        options = dict(request.logit_processor_kwargs)
+        seed = options.pop("seed", None)
+        seeds: Iterator[int] = self._seeds if seed is None else itertools.count(seed)
+        others = _other_names(request)
+        samplers = [
+            Sampler(self._model, self._config, request.initial_tokens, options, next(seeds))
+            for _ in range(1 + len(others))
+        ]
+        request.status, request.num_children = RequestStatus.DECODING, 0
+        requests = [request, *(request.fork(name) for name in others)]
+        for each, sampler in zip(requests, samplers, strict=True):
+            self._requests.active[each.request_id] = each
+            self._samplers[each.request_id] = sampler
+        self._answer(requests, logits.expand(len(requests), -1), joins=True)
+        left = [each for each in requests if each.request_id in self._requests.active]
         if left:
-            self._rows.add(left, cache.selected(torch.zeros(len(left), dtype=torch.long)))
+            try:
+                self._rows.add(left, cache.selected(torch.zeros(len(left), dtype=torch.long)))
+            except Exception as error:
+                for each in left:
+                    self._fail(each, error)
 
     def _answer(
-        self, requests: list[RequestState], logits: Tensor, cache: RecurrentCache | None
+        self, requests: Sequence[RequestState], logits: Tensor, *, joins: bool = False
     ) -> None:
         """Append a token to each request from its logits ``[R, V]``; hand over what is finished.
 
-        The states behind answers are kept, with which a conversation's next turn begins.
+        The states behind answers are kept, with which a conversation's next turn begins, but not
+        those of requests that only just join.
         """
-        scores = logits.float()
-        if self.logit_processor.do_processing:
-            newest = [(r.generated_tokens or r.initial_tokens)[-1:] for r in requests]
-            count = self.logit_processor.tensors_required
-            room = torch.empty(count, len(requests), dtype=torch.int32, device=scores.device)
-            futures = [FutureRequestState(request, True, {}, 1) for request in requests]
-            given = self.logit_processor.prepare_tensor_args(futures, room)
-            ids: Any = torch.tensor(newest, device=scores.device)
-            scores = self.logit_processor(ids, scores, given)
-        if self._samples:
-            shares = scores.softmax(-1)
-            drawn = [
-                torch.multinomial(row, 1, generator=self._generators[request.request_id])
-                for request, row in zip(requests, shares, strict=True)
-            ]
-            tokens = torch.cat(drawn)
-        else:
-            tokens = scores.argmax(-1)
-        logprobs: list[Any] = [None] * len(requests)
-        if self.cb_config.return_logprobs:
-            logprobs = scores.log_softmax(-1).gather(1, tokens[:, None]).flatten().tolist()
-        for row, (request, token, logprob) in enumerate(
-            zip(requests, tokens.tolist(), logprobs, strict=True)
-        ):
-            done = request.update_and_check_completion(token, logprob)
+        for row, request in enumerate(requests):
+            tokens = [*request.initial_tokens, *request.generated_tokens]
+            try:
+                token, scores = self._samplers[request.request_id].choose(tokens, logits[row])
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            told = self.cb_config.return_logprobs
+            share = float(scores.log_softmax(-1)[token]) if told else None
+            done = request.update_and_check_completion(token, share)
             if done:
-                if cache is not None and self._prefixes.room:
-                    tokens = [*request.initial_tokens, *request.generated_tokens]
-                    held = cache.selected(torch.tensor([row]))
-                    self._prefixes.put(tokens[: tokens_read(request)], held)
-                self._requests.finish(request.request_id)
-                self._forget(request)
+                if self._prefixes.room and not joins and request.request_id not in self._mixed:
+                    self._prefixes.put(tokens, self._rows.state(row))
+                del self._requests.active[request.request_id]
             if done or request.streaming:
                 self._outputs.append(request)
-
-    def _forget(self, request: RequestState) -> None:
-        self._generators.pop(request.request_id, None)
-        self._seeds.pop(request.request_id, None)
-
-    def _fail(self, request: RequestState, error: Exception) -> None:
-        self._handle_request_error(error, request)
-        self._requests.finish(request.request_id)
-        self._forget(request)
 
     @torch.no_grad()
     def _state_bytes(self, tokens: int) -> int:
         return self._rows.read([0] * tokens, None).nbytes
+
+
+def _other_names(request: RequestState) -> list[str]:
+    """Return the names of a request's answers behind its first, as transformers has them."""
+    return [f"{request.request_id}__child#{i}" for i in range(request.num_children)]
+
+
+def _completed(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """Return the configuration as ``generate`` completes it; how many answers and tokens stays."""
+    completed, _ = model._prepare_generation_config(copy.deepcopy(config))
+    for name in ("num_return_sequences", "max_new_tokens"):
+        setattr(completed, name, getattr(config, name))
+    model._prepare_special_tokens(completed, True, device=model.device)
+    return completed
 
 
 def _free_bytes(device: torch.device) -> float:

@@ -24,7 +24,7 @@ class Prefixes:
         return len(self._held)
 
     def put(self, tokens: Sequence[int], cache: RecurrentCache) -> None:
-        """Keep a copy of the state of one row that has read these tokens, if there is room for it."""
+        """Keep a copy of the state of one row behind these tokens, if there is room for it."""
         key = tuple(tokens)
         if key in self._held:
             self._held.move_to_end(key)

@@ -30,26 +30,22 @@ class Rows:
         return len(self.requests)
 
     def read(self, tokens: Sequence[int], cache: RecurrentCache | None) -> RecurrentCache:
-        """Read some tokens of one row behind its state, and return the new state."""
-        backbone = backbone_of(self._model)
-        cache = backbone.cache_class(backbone.config) if cache is None else cache
-        ids = torch.tensor([list(tokens)], device=self._model.device)
-        backbone(ids, **{CACHE: cache})
-        return cache
+        """Read some tokens of one row behind its state, if it has one; return its new state."""
+        state = self._started(cache)
+        backbone_of(self._model)(self._ids([tokens]), **{CACHE: state})
+        return state
 
     def finish(
         self, tokens: Sequence[int], cache: RecurrentCache | None
     ) -> tuple[Tensor, RecurrentCache]:
-        """Read the last tokens of a prompt; return the logits behind them, ``[1, V]``, and the state."""
-        backbone = backbone_of(self._model)
-        cache = backbone.cache_class(backbone.config) if cache is None else cache
-        ids = torch.tensor([list(tokens)], device=self._model.device)
-        return self._logits(ids, cache), cache
+        """Read the last tokens of a prompt; return the logits ``[1, V]`` and the state."""
+        state = self._started(cache)
+        return self._logits(self._ids([tokens]), state), state
 
     def add(self, requests: Sequence[RequestState], cache: RecurrentCache) -> None:
         """Let requests join, a row of the cache each."""
-        self.requests += requests
         self.cache = cache if self.cache is None else type(cache).joined([self.cache, cache])
+        self.requests = [*self.requests, *requests]
 
     def keep(self, wanted: Container[str]) -> None:
         """Drop the rows of all requests but these."""
@@ -60,13 +56,22 @@ class Rows:
         if not rows:
             self.cache = None
             return
-        self.cache = self.cache.selected(torch.tensor(rows))
+        longest = max(map(tokens_read, self.requests))
+        self.cache = self._cut(self.cache.selected(torch.tensor(rows)), longest)
+
+    def state(self, row: int) -> RecurrentCache:
+        """Return the state of a row alone, before its request has its next token."""
+        assert self.cache is not None
+        return self._cut(self.cache.selected(torch.tensor([row])), tokens_read(self.requests[row]))
+
+    def _cut(self, cache: RecurrentCache, longest: int) -> RecurrentCache:
+        """Drop what other rows put in front of states that grow."""
         if self._growing:
-            longest = max(map(tokens_read, self.requests))
-            states = self.cache.get_states()
+            states = cache.get_states()
             for layer, name in self._growing:
                 states[layer][name] = states[layer][name][:, -longest:].contiguous()
-            self.cache.set_states(states)
+            cache.set_states(states)
+        return cache
 
     def step(self) -> Tensor:
         """Read the newest token of every row; return the logits behind them, ``[R, V]``."""
@@ -74,12 +79,19 @@ class Rows:
         before = self.cache.get_states()
         shapes = [{name: state.shape for name, state in held.items()} for held in before]
         newest = [[request.generated_tokens[-1]] for request in self.requests]
-        logits = self._logits(torch.tensor(newest, device=self._model.device), self.cache)
+        logits = self._logits(self._ids(newest), self.cache)
         for layer, held in enumerate(self.cache.get_states()):
             for name, state in held.items():
                 if state.shape != shapes[layer][name]:
                     self._growing.add((layer, name))
         return logits
+
+    def _started(self, cache: RecurrentCache | None) -> RecurrentCache:
+        backbone = backbone_of(self._model)
+        return backbone.cache_class(backbone.config) if cache is None else cache
+
+    def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([list(row) for row in rows], device=self._model.device)
 
     def _logits(self, ids: Tensor, cache: RecurrentCache) -> Tensor:
         output = self._model(ids, logits_to_keep=1, use_cache=True, **{CACHE: cache})

@@ -98,7 +98,8 @@ class SSMPreTrainedModel(PreTrainedModel):
         resized = super().resize_token_embeddings(*args, **kwargs)
         head: Any = self.get_output_embeddings()
         if type(before) is Linear and type(head) is nn.Linear:  # transformers makes a new one
-            head.__class__, head.role = Linear, before.role
+            head.__class__ = Linear
+            cast(Linear, head).role = before.role
         return resized
 
     @classmethod

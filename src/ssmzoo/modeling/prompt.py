@@ -89,7 +89,7 @@ class PromptState:
             ValueError: Weights are offloaded.
             OSError: The folder cannot be written to.
         """
-        if versions(self.model) != self.versions:
+        if _versions(self.model) != self.versions:
             raise RuntimeError(
                 "the model's weights changed since it read this prompt, so its state is out of "
                 "date; call prefill again"
@@ -163,7 +163,7 @@ def prefill(
                     f"in one call, got {name} and group"
                 )
         together = _read_together(model, input_ids, attention_mask, group)
-        return PromptState(together, input_ids, attention_mask, model, versions(model))
+        return PromptState(together, input_ids, attention_mask, model, _versions(model))
     check_kind(given, backbone.cache_class)
     start, end = 0, input_ids.shape[1] - 1
     state = backbone.cache_class(backbone.config)
@@ -189,7 +189,7 @@ def prefill(
                 **{CACHE: state},
                 **named,
             )
-    return PromptState(state, input_ids, attention_mask, model, versions(model))
+    return PromptState(state, input_ids, attention_mask, model, _versions(model))
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def load_state(directory: str | os.PathLike[str], model: PreTrainedModel) -> Pro
             f"{path} was made by other weights: their digest must be {notes['weights'][:12]}, got "
             f"{digest[:12]}; load the checkpoint that read the prompt, with the adapter that did"
         )
-    return PromptState(cache, ids, mask, model, versions(model))
+    return PromptState(cache, ids, mask, model, _versions(model))
 
 
 @torch.no_grad()
@@ -292,7 +292,7 @@ def _adapters(model: nn.Module) -> list[str]:
     ]
 
 
-def versions(model: nn.Module) -> tuple[object, ...]:
+def _versions(model: nn.Module) -> tuple[object, ...]:
     """Return how often each tensor was written to; those made under inference_mode do not count."""
     counts = (0 if t.is_inference() else t._version for t in model.state_dict().values())
     return (*counts, *_adapters(model))

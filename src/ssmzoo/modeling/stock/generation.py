@@ -80,7 +80,7 @@ class GeneratingCalls(ModelCalls):
         """Return what ``generate_batch`` and servers answer requests by; see ``ssmzoo.batching``.
 
         Raises:
-            ValueError: The model has attention, whose keys and values say of no row where it begins.
+            ValueError: The model has attention, whose keys do not say where a row begins.
         """
         from ssmzoo.batching.manager import manager_of
 
