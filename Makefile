@@ -37,7 +37,7 @@ MODELS = $(wildcard $(RUNS)/*/model)
 RESULTS = $(sort $(wildcard eval/results/*.json))
 # checks of torch and PEFT, which are the same there
 OF_TORCH := compile or fullgraph or export or onnx or jit_trace or lora_parameters
-OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py tests/batching)
+OLDEST_TESTS := $(wildcard tests/plugins tests/modeling/test_compat.py tests/modeling/test_modeling.py tests/modeling/stock/test_stock.py tests/modeling/stock/test_stock_states.py tests/modeling/test_batching.py)
 
 # bytecode is kept, whatever the shell says: each process would compile torch and transformers anew, 15 s
 export PYTHONDONTWRITEBYTECODE :=

@@ -1,7 +1,7 @@
 """Many requests: by ``generate`` one after another, and by ``generate_batch``, so many at once.
 
 Longhorn of 125M parameters with random weights, greedy. Then the time to the first token of two
-requests that begin with the same 2,000 tokens.
+requests that begin with the same 2,000 tokens, and tokens a second of decoding alone by rows.
 
     python eval/speed/serving.py eval/speed/serving.csv
 """
@@ -56,6 +56,19 @@ def first_tokens(model: Any, prompts: list[list[int]]) -> list[float]:
     return seconds
 
 
+@torch.no_grad()
+def decoding(model: Any, rows: int) -> float:
+    """Return the seconds of the fastest of 16 steps of so many rows."""
+    output = model(torch.full((rows, 16), 5), use_cache=True, logits_to_keep=1)
+    seconds = []
+    for _ in range(16):
+        newest = output.logits[:, -1:].argmax(-1)
+        begin = time.perf_counter()
+        output = model(newest, cache=output.cache, use_cache=True)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
 def main() -> int:
     """Measure, and write a CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -93,6 +106,13 @@ def main() -> int:
         table.append(
             {"way": f"first token, {place} behind the same {SHARED}", "rows": 1, "requests": 1}
             | {"new_tokens": 1, "seconds": f"{seconds:.3f}", "new_tokens_a_second": ""}
+            | {"times_as_fast": "", "answers_equal": ""}
+        )
+    for rows in (1, 2, 4, 8, 9, 16, 32, 64):
+        seconds = min(decoding(model, rows) for _ in range(2))
+        table.append(
+            {"way": "a step of decoding", "rows": rows, "requests": rows, "new_tokens": 1}
+            | {"seconds": f"{seconds:.4f}", "new_tokens_a_second": f"{rows / seconds:.1f}"}
             | {"times_as_fast": "", "answers_equal": ""}
         )
     write_table(table, output)

@@ -203,12 +203,12 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``generate_batch`` and servers answer requests by; see ``ssmzoo.batching``.
+        """Return what ``generate_batch`` and servers answer by: ``ssmzoo.modeling.batching``.
 
         Raises:
             ValueError: The model cannot generate.
         """
-        from ssmzoo.batching.manager import manager_of
+        from ssmzoo.modeling.batching.manager import manager_of
 
         if self.config.token_inputs:
             self._refuse_to_generate()

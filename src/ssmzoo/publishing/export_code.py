@@ -39,10 +39,14 @@ MARK = "# Exported by ssmzoo "  # the beginning of every file that an export wro
 ITSELF = "this_module"  # the name in a flat file of the module itself, for those who import it
 
 _STAND_INS = {
-    f"ssmzoo_kernels.{name}": Path(__file__).with_name("standalone") / f"{name}.py"
-    for name in ("dispatch", "few_rows_linear", "token_step")
+    name: Path(__file__).with_name("standalone") / f"{name.rpartition('.')[2]}.py"
+    for name in (
+        "ssmzoo_kernels.dispatch",
+        "ssmzoo_kernels.few_rows_linear",
+        "ssmzoo_kernels.token_step",
+        "ssmzoo.modeling.batching.manager",
+    )
 }
-_STAND_INS["ssmzoo.batching.manager"] = Path(__file__).with_name("standalone") / "manager.py"
 _SECTION = "## Without ssmzoo"
 _NEEDED = ("torch", "transformers")
 _WIDTH = 100
@@ -396,9 +400,7 @@ def _travels(module: str, plugin: str) -> bool:
     if parts[0] == "ssmzoo_kernels":
         return parts[-1] not in ("cpu", "triton", "native")
     modules = ("modeling", "checkpoints.loader", "checkpoints.trust", "environment.messages")
-    if parts[0] == plugin or module in _STAND_INS:
-        return True
-    return any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
+    return parts[0] == plugin or any(f"{module}.".startswith(f"ssmzoo.{m}.") for m in modules)
 
 
 def _place(source: Source, node: ast.AST) -> str:

@@ -77,12 +77,12 @@ class GeneratingCalls(ModelCalls):
                 model_kwargs[CACHE] = counts
 
     def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what ``generate_batch`` and servers answer requests by; see ``ssmzoo.batching``.
+        """Return what ``generate_batch`` and servers answer by: ``ssmzoo.modeling.batching``.
 
         Raises:
             ValueError: The model has attention, whose keys do not say where a row begins.
         """
-        from ssmzoo.batching.manager import manager_of
+        from ssmzoo.modeling.batching.manager import manager_of
 
         if not isinstance(new_cache(self.recurrent_backbone.config), StockCache):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""It stands in for ``ssmzoo.batching.manager``, which does not travel."""
+"""It stands in for ``ssmzoo.modeling.batching.manager``, which does not travel."""
 
 from typing import Any, NoReturn
 

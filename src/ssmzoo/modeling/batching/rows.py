@@ -13,7 +13,7 @@ from ssmzoo.modeling.cache import RecurrentCache, backbone_of
 from ssmzoo.modeling.compat import CACHE
 
 
-class Rows:
+class DecodingRows:
     """Requests behind their prompts, and their states.
 
     Args:

@@ -32,9 +32,9 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
-from ssmzoo.batching.prefixes import Prefixes
-from ssmzoo.batching.rows import Rows
-from ssmzoo.batching.sampling import Sampler
+from ssmzoo.modeling.batching.prefixes import Prefixes
+from ssmzoo.modeling.batching.rows import DecodingRows
+from ssmzoo.modeling.batching.sampling import Sampler
 from ssmzoo.modeling.cache import RecurrentCache
 
 PIECE = 128  # tokens between two states of a prompt that are kept
@@ -157,7 +157,7 @@ class _Processor(ContinuousBatchProcessor):
         self._config = manager.generation_config
         self._seeds = manager.seeds
         self._model: Any = manager.model
-        self._rows = Rows(self._model)
+        self._rows = DecodingRows(self._model)
         first, second = self._state_bytes(1), self._state_bytes(2)
         self._state_grows = second > first
         self._bytes = lambda tokens: first + (second - first) * (tokens - 1)
@@ -183,7 +183,7 @@ class _Processor(ContinuousBatchProcessor):
     def reset(self) -> None:
         """Forget all requests and states: the weights may be others."""
         self._requests = self.scheduler = _Requests()  # pyright: ignore[reportAttributeAccessIssue]
-        self._rows = Rows(self._model)
+        self._rows = DecodingRows(self._model)
         self._prompt: _Prompt | None = None
         self._outputs: list[RequestState] = []
         self._samplers: dict[str, Sampler] = {}
@@ -241,7 +241,7 @@ class _Processor(ContinuousBatchProcessor):
         for request in [*self._requests.active.values(), *self._requests.waiting.values()]:
             self._fail(request, error)
         self._requests.waiting.clear()
-        self._rows, self._prompt = Rows(self._model), None
+        self._rows, self._prompt = DecodingRows(self._model), None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         """Hand over a failed request, and each other answer that was asked of it."""

@@ -15,8 +15,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import ssmzoo
 from ssmzoo import load_family
-from ssmzoo.batching.manager import PIECE
-from ssmzoo.batching.prefixes import Prefixes
+from ssmzoo.modeling.batching.manager import PIECE
+from ssmzoo.modeling.batching.prefixes import Prefixes
 
 # DSS's tiny model has modes that grow and ends after 128 tokens
 GENERATES = [name for name in OURS if load_family(name).causal_lm_class and name != "dss"]
@@ -311,7 +311,7 @@ def test_a_growing_state_is_as_long_as_its_longest_request():
 
 
 def test_padding_for_longer_rows_is_not_kept_and_counts_as_memory(monkeypatch):
-    from ssmzoo.batching import manager as module
+    from ssmzoo.modeling.batching import manager as module
 
     hybrid = growing()
     kept = []
@@ -324,14 +324,14 @@ def test_padding_for_longer_rows_is_not_kept_and_counts_as_memory(monkeypatch):
         ),
     )
     most = []
-    step = module.Rows.step
+    step = module.DecodingRows.step
 
     def measured(self):
         logits = step(self)
         most.append(self.cache.nbytes)
         return logits
 
-    monkeypatch.setattr(module.Rows, "step", measured)
+    monkeypatch.setattr(module.DecodingRows, "step", measured)
     room = 3.2 * hybrid(torch.zeros(1, 330, dtype=torch.long), use_cache=True).cache.nbytes
     monkeypatch.setattr(module, "_free_bytes", lambda device: room / (0.6 * 0.75))
     prompts = [[5] * 320, *([6, n] for n in range(3, 12))]
@@ -344,18 +344,18 @@ def test_padding_for_longer_rows_is_not_kept_and_counts_as_memory(monkeypatch):
 
 
 def test_memory_bounds_how_many_are_answered_at_once(model, monkeypatch):
-    from ssmzoo.batching import manager as module
+    from ssmzoo.modeling.batching import manager as module
 
     monkeypatch.setattr(module, "_free_bytes", lambda device: 2.5 * row / (0.6 * 0.75))
     row = model(torch.tensor([[5]]), use_cache=True).cache.nbytes
     most = []
-    step = module.Rows.step
+    step = module.DecodingRows.step
 
     def measured(self):
         most.append(len(self))
         return step(self)
 
-    monkeypatch.setattr(module.Rows, "step", measured)
+    monkeypatch.setattr(module.DecodingRows, "step", measured)
     same_as_alone(model, [[5, 6, n] for n in range(7, 12)])
     assert max(most) == 2
     monkeypatch.setattr(module, "_free_bytes", lambda device: row)
@@ -364,17 +364,17 @@ def test_memory_bounds_how_many_are_answered_at_once(model, monkeypatch):
 
 
 def test_shared_beginnings_are_read_once(model, monkeypatch):
-    from ssmzoo.batching import manager as module
+    from ssmzoo.modeling.batching import manager as module
 
     read = []
     for name in ("read", "finish"):
-        own = getattr(module.Rows, name)
+        own = getattr(module.DecodingRows, name)
 
         def measured(self, tokens, cache, own=own):
             read.append(len(tokens))
             return own(self, tokens, cache)
 
-        monkeypatch.setattr(module.Rows, name, measured)
+        monkeypatch.setattr(module.DecodingRows, name, measured)
     shared = torch.arange(2 * PIECE + 40).remainder(90).tolist()
     with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
         read.clear()  # a state was measured
