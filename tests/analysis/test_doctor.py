@@ -59,7 +59,7 @@ def test_a_triton_whose_scans_are_slow_is_told(monkeypatch, version, said):
 
 
 def test_a_layer_is_shown_with_the_backends_that_ran():
-    facts = examine_model("longhorn", batch_size=2, length=16, device="cpu")
+    facts = examine_model("longhorn", batch_size=2, length=40, device="cpu")
     assert len(facts["layers"]) == 2
     layer = facts["layers"][1]
     assert layer["mixer"] == "LonghornMixer"
@@ -192,9 +192,9 @@ def test_watching_collects_runs_inside_the_block_only():
 
 def test_the_command_prints_machine_and_layers(prints):
     assert "compiler:     ok" in prints()
-    out = prints("longhorn", "--length", 8, "--batch-size", 3)
+    out = prints("longhorn", "--length", 30, "--batch-size", 3)
     assert "longhorn (random weights, without the head): " in out
-    assert "state after 8 tokens, batch 3: " in out
+    assert "state after 30 tokens, batch 3: " in out
     assert "0-1     LonghornMixer  longhorn_scan  cpu" in out
     assert "0-1     LonghornMixer  token_step              cpu" in out
     assert "GB/s), one by one: float32 " in out

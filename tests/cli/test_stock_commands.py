@@ -304,7 +304,7 @@ def test_a_sweep_trains_on_our_kernels_or_stock(said, tmp_path):
 
 
 def test_the_doctor_shows_what_each_recurrent_layer_runs(models):
-    facts = examine_model(models["mamba2"], batch_size=2, length=16, device="cpu")
+    facts = examine_model(models["mamba2"], batch_size=2, length=40, device="cpu")
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     layer = facts["layers"][1]
     assert layer["mixer"] == "Mamba2Mixer"
