@@ -267,12 +267,12 @@ def test_processes_with_other_limits_divide_requests_equally():
 
 
 def test_memory_that_torch_keeps_unused_is_free(monkeypatch):
-    from ssmzoo.evaluation import shared_states
+    from ssmzoo.modeling import state_memory
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert shared_states._half_of_free(torch.device("cuda")) == 250
+    assert state_memory.free_bytes(torch.device("cuda")) / 2 == 250
 
 
 @pytest.fixture

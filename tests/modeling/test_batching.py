@@ -333,7 +333,7 @@ def test_padding_for_longer_rows_is_not_kept_and_counts_as_memory(monkeypatch):
 
     monkeypatch.setattr(module.DecodingRows, "step", measured)
     room = 3.2 * hybrid(torch.zeros(1, 330, dtype=torch.long), use_cache=True).cache.nbytes
-    monkeypatch.setattr(module, "_free_bytes", lambda device: room / (0.6 * 0.75))
+    monkeypatch.setattr(module, "free_bytes", lambda device: room / (0.6 * 0.75))
     prompts = [[5] * 320, *([6, n] for n in range(3, 12))]
     same_as_alone(hybrid, prompts)
     assert max(most) <= room
@@ -346,7 +346,7 @@ def test_padding_for_longer_rows_is_not_kept_and_counts_as_memory(monkeypatch):
 def test_memory_bounds_how_many_are_answered_at_once(model, monkeypatch):
     from ssmzoo.modeling.batching import manager as module
 
-    monkeypatch.setattr(module, "_free_bytes", lambda device: 2.5 * row / (0.6 * 0.75))
+    monkeypatch.setattr(module, "free_bytes", lambda device: 2.5 * row / (0.6 * 0.75))
     row = model(torch.tensor([[5]]), use_cache=True).cache.nbytes
     most = []
     step = module.DecodingRows.step
@@ -358,7 +358,7 @@ def test_memory_bounds_how_many_are_answered_at_once(model, monkeypatch):
     monkeypatch.setattr(module.DecodingRows, "step", measured)
     same_as_alone(model, [[5, 6, n] for n in range(7, 12)])
     assert max(most) == 2
-    monkeypatch.setattr(module, "_free_bytes", lambda device: row)
+    monkeypatch.setattr(module, "free_bytes", lambda device: row)
     with pytest.raises(ValueError, match="max_memory_percent must leave room"):
         model.generate_batch([[5]], generation_config=GREEDY)
 

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from ssmzoo.evaluation.planner import Limits, ReadBatch, Request, plan, shares, tokens_alone
 from ssmzoo.modeling.cache import RecurrentCache, backbone_of
 from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.state_memory import free_bytes, state_size
 
 if TYPE_CHECKING:
     from ssmzoo.evaluation.reading import Finish, Reading
@@ -79,21 +79,12 @@ class SharedStates:
     ) -> None:
         self._model, self._backbone, self._autocast = model, backbone_of(model), autocast
         self._rows, self._tokens, self._memory = rows, tokens, memory
-        # attention's keys and values grow with each token, all else keeps its size
-        first, second = self._state_bytes(1), self._state_bytes(2)
-        self._bytes = lambda seen: first + (second - first) * max(seen - 1, 0)
-        if memory is not None and memory < first:
+        self._bytes = state_size(model)
+        if memory is not None and memory < (least := self._bytes(1)):
             raise ValueError(
-                f"state_memory must hold a state of this model, {first / 2**20:.3g} MiB, got "
+                f"state_memory must hold a state of this model, {least / 2**20:.3g} MiB, got "
                 f"{memory / 2**20:.3g}"
             )
-
-    @torch.no_grad()
-    def _state_bytes(self, tokens: int) -> int:
-        cache = self._backbone.cache_class(self._backbone.config)
-        ids = torch.zeros(1, tokens, dtype=torch.long, device=self._model.device)
-        self._backbone(ids, **{CACHE: cache})
-        return cache.nbytes
 
     def divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
         """Divide requests among processes; see :func:`.planner.shares`."""
@@ -119,7 +110,7 @@ class SharedStates:
         self, requests: Sequence[Request], reading: Reading
     ) -> Iterator[tuple[ReadBatch, Held, list[Found]]]:
         """Read requests batch by batch, and yield each batch, its rows, and what it tells."""
-        memory = _half_of_free(self._model.device) if self._memory is None else self._memory
+        memory = free_bytes(self._model.device) / 2 if self._memory is None else self._memory
         planned = plan(requests, Limits(self._rows, self._tokens, memory, self._bytes))
         reading.start(tokens_alone(requests), planned.read)
         kept: list[Held] = []
@@ -208,12 +199,3 @@ def _found(batch: ReadBatch, requests: Sequence[Request], logits: Tensor) -> lis
         Found(request, value, bool(hits.all()))
         for request, value, hits in zip(asked, values, greedy, strict=True)
     ]
-
-
-def _half_of_free(device: torch.device) -> float:
-    """Return half of the bytes that are free on a device."""
-    if device.type == "cuda":
-        # torch keeps memory that no tensor has
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (torch.cuda.mem_get_info(device)[0] + unused) / 2
-    return psutil.virtual_memory().available / 2

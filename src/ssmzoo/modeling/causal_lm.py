@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -208,18 +208,9 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
         Raises:
             ValueError: The model cannot generate.
         """
-        from ssmzoo.modeling.batching.manager import manager_of
+        from ssmzoo.modeling.batching.manager import StateManager
 
-        if self.config.token_inputs:
-            self._refuse_to_generate()
-        return manager_of(self, *args, **kwargs)
-
-    def _refuse_to_generate(self) -> NoReturn:
-        names = " and ".join(self.config.token_inputs)
-        raise ValueError(
-            f"{type(self).__name__} cannot generate: it needs {names} of every token, and a "
-            "new token has none; call it on whole sequences"
-        )
+        return StateManager.of(self, *args, **kwargs)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
         """Return the mask as it is, where transformers would make one for attention."""
@@ -230,7 +221,11 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Check the arguments of ``generate`` before it begins, and set the cache it must use."""
         if self.config.token_inputs:
-            self._refuse_to_generate()
+            names = " and ".join(self.config.token_inputs)
+            raise ValueError(
+                f"{type(self).__name__} cannot generate: it needs {names} of every token, and a "
+                "new token has none; call it on whole sequences"
+            )
         renamed_cache(kwargs)
         check_kind(kwargs.get(CACHE))
         # as transformers does: an argument first, then the given configuration, then the model's

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -33,9 +32,10 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from ssmzoo.modeling.batching.prefixes import Prefixes
-from ssmzoo.modeling.batching.rows import DecodingRows
+from ssmzoo.modeling.batching.rows import DecodingRows, tokens_read
 from ssmzoo.modeling.batching.sampling import Sampler
 from ssmzoo.modeling.cache import RecurrentCache
+from ssmzoo.modeling.state_memory import free_bytes, state_size
 
 PIECE = 128  # tokens between two states of a prompt that are kept
 BETWEEN_STEPS = 512  # tokens of prompts that are read while others wait for their next one
@@ -77,6 +77,24 @@ class StateManager(ContinuousBatchingManager):
         self._request_counter, self._request_lock = 0, threading.Lock()
         self._wake_up_loop = self._has_new_requests = threading.Event()  # 5.17 has the other name
         self._use_prefix_sharing = config.allow_block_sharing
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,  # of pages
+    ) -> StateManager:
+        """Return what answers a model's requests; arguments as of ``init_continuous_batching``."""
+        kept = getattr(model, "_cached_continuous_batching_manager", None)
+        if isinstance(kept, StateManager):
+            return kept
+        return cls(
+            model,
+            generation_config or model.generation_config,
+            continuous_batching_config or ContinuousBatchingConfig(),
+        )
 
     @contextmanager
     def pause(self) -> Generator[None]:
@@ -125,9 +143,6 @@ class _Requests:
         request = self.active[name] = self.waiting.pop(name)
         return request
 
-    def get_active_request_static_outputs(self, name: str) -> list[int]:
-        return self.active[name].generated_tokens if name in self.active else []
-
 
 @dataclass
 class _Prompt:
@@ -158,11 +173,11 @@ class _Processor(ContinuousBatchProcessor):
         self._seeds = manager.seeds
         self._model: Any = manager.model
         self._rows = DecodingRows(self._model)
-        first, second = self._state_bytes(1), self._state_bytes(2)
-        self._state_grows = second > first
-        self._bytes = lambda tokens: first + (second - first) * (tokens - 1)
+        self._bytes = state_size(self._model)
+        first = self._bytes(1)
+        self._state_grows = self._bytes(2) > first
         share = MEMORY if config.max_memory_percent is None else config.max_memory_percent
-        free = _free_bytes(self._model.device)
+        free = free_bytes(self._model.device)
         memory = free * share
         if memory < first:
             raise ValueError(
@@ -362,9 +377,8 @@ class _Processor(ContinuousBatchProcessor):
         those of requests that only just join.
         """
         for row, request in enumerate(requests):
-            tokens = [*request.initial_tokens, *request.generated_tokens]
             try:
-                token, scores = self._samplers[request.request_id].choose(tokens, logits[row])
+                token, scores = self._samplers[request.request_id].choose(request, logits[row])
             except Exception as error:
                 self._fail(request, error)
                 continue
@@ -373,14 +387,11 @@ class _Processor(ContinuousBatchProcessor):
             done = request.update_and_check_completion(token, share)
             if done:
                 if self._prefixes.room and not joins and request.request_id not in self._mixed:
-                    self._prefixes.put(tokens, self._rows.state(row))
+                    tokens = [*request.initial_tokens, *request.generated_tokens]
+                    self._prefixes.put(tokens[: tokens_read(request)], self._rows.state(row))
                 del self._requests.active[request.request_id]
             if done or request.streaming:
                 self._outputs.append(request)
-
-    @torch.no_grad()
-    def _state_bytes(self, tokens: int) -> int:
-        return self._rows.read([0] * tokens, None).nbytes
 
 
 def _other_names(request: RequestState) -> list[str]:
@@ -395,27 +406,3 @@ def _completed(model: Any, config: GenerationConfig) -> GenerationConfig:
         setattr(completed, name, getattr(config, name))
     model._prepare_special_tokens(completed, True, device=model.device)
     return completed
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Return the bytes that are free on a device."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
-
-
-def manager_of(
-    model: Any,
-    generation_config: GenerationConfig | None = None,
-    continuous_batching_config: ContinuousBatchingConfig | None = None,
-    workload_hints: Any = None,  # of pages
-) -> StateManager:
-    """Return what answers a model's requests; arguments as of ``init_continuous_batching``."""
-    kept = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, StateManager):
-        return kept
-    return StateManager(
-        model,
-        generation_config or model.generation_config,
-        continuous_batching_config or ContinuousBatchingConfig(),
-    )

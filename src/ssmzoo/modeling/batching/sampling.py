@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestState
 
 from ssmzoo.environment.messages import suggestion
 
@@ -51,11 +52,12 @@ class Sampler:
         self._draws = bool(config.do_sample)
         self._generator = torch.Generator(model.device).manual_seed(seed)
 
-    def choose(self, tokens: Sequence[int], logits: Tensor) -> tuple[int, Tensor]:
-        """Return the token behind others by logits ``[V]``, and the scores ``[V]`` of all."""
+    def choose(self, request: RequestState, logits: Tensor) -> tuple[int, Tensor]:
+        """Return the next token by logits ``[V]``, and the scores ``[V]`` of all."""
         scores = logits[None].float()
         if self._processors:
-            ids: Any = torch.tensor([list(tokens)], device=scores.device)
+            tokens = [*request.initial_tokens, *request.generated_tokens]
+            ids: Any = torch.tensor([tokens], device=scores.device)
             scores = self._processors(ids, scores)
         if not self._draws:
             return int(scores.argmax(-1)), scores[0]

@@ -82,14 +82,14 @@ class GeneratingCalls(ModelCalls):
         Raises:
             ValueError: The model has attention, whose keys do not say where a row begins.
         """
-        from ssmzoo.modeling.batching.manager import manager_of
+        from ssmzoo.modeling.batching.manager import StateManager
 
         if not isinstance(new_cache(self.recurrent_backbone.config), StockCache):
             raise ValueError(
                 f"{type(self).__name__} has attention, whose cache cannot join rows of different "
                 "lengths; use generate, with left-padded prompts"
             )
-        return manager_of(self, *args, **kwargs)
+        return StateManager.of(self, *args, **kwargs)
 
     def _prepare_position_ids_for_generation(
         self: Any, inputs_tensor: Tensor, model_kwargs: dict[str, Any]

@@ -3,10 +3,15 @@
 from typing import Any, NoReturn
 
 
-def manager_of(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    """Refuse continuous batching.
+class _Absent:
+    @staticmethod
+    def of(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse continuous batching.
 
-    Raises:
-        ImportError: Always.
-    """
-    raise ImportError("continuous batching needs the package: pip install ssmzoo")
+        Raises:
+            ImportError: Always.
+        """
+        raise ImportError("continuous batching needs the package: pip install ssmzoo")
+
+
+StateManager = _Absent
