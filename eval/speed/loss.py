@@ -2,7 +2,7 @@
 
 Each step runs in a process of its own, whose first step, on 64 tokens, is not counted.
 
-    python eval/speed/loss.py eval/speed/loss.csv
+    python eval/speed/loss.py eval/speed/loss.csv --checkpointing none selective full
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 from report import write_table
@@ -20,17 +21,19 @@ from report import write_table
 PRESET, WORDS, ROWS, LENGTH = "longhorn-125m", 50_304, 4, 2048
 
 
-def step(skip: bool, checkpointing: bool, autocast: bool) -> dict[str, float]:
+def step(skip: bool, checkpointing: str, autocast: bool) -> dict[str, float]:
     """Return the seconds of a step, and the MiB by which the process grew."""
     import torch
 
     from ssmzoo import load_family
+    from ssmzoo.modeling import selective_checkpointing
 
     family = load_family(PRESET.partition("-")[0])
     torch.manual_seed(0)
     model = family.causal_lm_class(family.config(PRESET, vocab_size=WORDS)).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    if checkpointing != "none":
+        kept = {"context_fn": selective_checkpointing} if checkpointing == "selective" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
     for rows, length in ((1, 64), (ROWS, LENGTH)):
         ids = torch.randint(WORDS, (rows, length))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -50,25 +53,26 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument(
-        "--checkpointing", action="store_true", help="gradient checkpointing: few activations"
+        "--checkpointing", nargs="+", default=["none"], choices=("none", "selective", "full")
     )
     parser.add_argument("--autocast", action="store_true", help="bfloat16, weights in float32")
     parser.add_argument("--step", choices=("with", "without"), help="one step, in this process")
     options = parser.parse_args()
     if options.step is not None:
-        print(json.dumps(step(options.step == "without", options.checkpointing, options.autocast)))
+        print(
+            json.dumps(step(options.step == "without", options.checkpointing[0], options.autocast))
+        )
         return 0
     rows = []
-    for run in range(options.runs):
-        for kind in ("with", "without"):
-            call = [sys.executable, __file__, str(options.output), "--step", kind]
-            call += ["--checkpointing"] if options.checkpointing else []
-            call += ["--autocast"] if options.autocast else []
-            found = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
-            rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
-            rows[-1] |= {"checkpointing": options.checkpointing, "autocast": options.autocast}
-            rows[-1] |= {"run": run, **found}
-            print(rows[-1], flush=True)
+    kinds = product(range(options.runs), options.checkpointing, ("with", "without"))
+    for run, checkpointing, kind in kinds:
+        call = [sys.executable, __file__, str(options.output), "--step", kind]
+        call += ["--checkpointing", checkpointing] + ["--autocast"] * options.autocast
+        found = json.loads(subprocess.run(call, check=True, stdout=subprocess.PIPE).stdout)
+        rows.append({"model": PRESET, "tokens": ROWS * LENGTH, "words": WORDS, "logits": kind})
+        rows[-1] |= {"checkpointing": checkpointing, "autocast": options.autocast}
+        rows[-1] |= {"run": run, **found}
+        print(rows[-1], flush=True)
     write_table(rows, options.output)
     return 0
 

@@ -4,18 +4,20 @@ import pytest
 import torch
 from transformers import modeling_outputs
 
+from ssmzoo.modeling import selective_checkpointing
 from ssmzoo.modeling.compat import CACHE, enable_gradient_checkpointing
 from ssmzoo_longhorn import FAMILY
 
 
-def test_checkpointing_is_on_after_enabling_and_changes_no_gradient():
+@pytest.mark.parametrize("options", [{}, {"context_fn": selective_checkpointing}])
+def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(options):
     torch.manual_seed(0)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).train()
     ids = torch.randint(96, (2, 9))
     model(ids, labels=ids).loss.backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    enable_gradient_checkpointing(model)
+    enable_gradient_checkpointing(model, **options)
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     model(ids, labels=ids).loss.backward()
     for parameter, expected in zip(model.parameters(), plain, strict=True):

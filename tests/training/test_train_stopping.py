@@ -319,10 +319,11 @@ def test_a_checkpoint_that_is_never_due_is_refused(override, message, recipe):
 EXACT = "model.config.dropout=0.0"  # each micro-batch draws its own
 
 
-def test_a_run_resumes_with_other_micro_batches_and_gradient_checkpointing(recipe, tmp_path):
+@pytest.mark.parametrize("kind", [True, "selective"])
+def test_a_run_resumes_with_other_micro_batches_and_gradient_checkpointing(recipe, tmp_path, kind):
     whole = train(recipe, output_dir=tmp_path / "whole", overrides=[EXACT])
     run = killed(recipe, tmp_path / "run", 8, overrides=[EXACT])
-    changes = ["train.accumulate=2", "train.gradient_checkpointing=true"]
+    changes = ["train.accumulate=2", f"train.gradient_checkpointing={str(kind).lower()}"]
     train(recipe, output_dir=run, resume=True, overrides=[EXACT, *changes])
     one, two = lines(whole), lines(run)
     assert len(one) == len(two)
@@ -333,7 +334,7 @@ def test_a_run_resumes_with_other_micro_batches_and_gradient_checkpointing(recip
         assert after == pytest.approx(before, rel=1e-4)
     assert changes_of(run) == [
         {"step": 6, "field": "train.accumulate", "from": 1, "to": 2},
-        {"step": 6, "field": "train.gradient_checkpointing", "from": False, "to": True},
+        {"step": 6, "field": "train.gradient_checkpointing", "from": False, "to": kind},
     ]
     with pytest.raises(ValueError, match=r"train\.batch_size must stay as the run began .* got 8"):
         train(recipe, output_dir=run, resume=True, overrides=[EXACT, "train.batch_size=8"])

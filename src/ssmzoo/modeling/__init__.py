@@ -17,6 +17,7 @@ from ssmzoo.modeling.backbone import SSMModel
 from ssmzoo.modeling.block import SSMBlock
 from ssmzoo.modeling.cache import StateCache
 from ssmzoo.modeling.causal_lm import SSMForCausalLM
+from ssmzoo.modeling.checkpointing import selective_checkpointing
 from ssmzoo.modeling.classifiers import (
     SSMForImageClassification,
     SSMForPairClassification,
@@ -131,6 +132,7 @@ __all__ = [
     "rotary_turns",
     "rotated",
     "scan",
+    "selective_checkpointing",
     "sequence_cache",
     "sequence_piece",
     "split_heads",

@@ -90,11 +90,11 @@ def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
     return found if found != name else None
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel, **options: Any) -> None:
     """Let a model compute its activations again in the backward pass, without reentrance."""
     # 5.23 has renamed it and warns about the old name
     renamed = getattr(model, "activation_checkpointing_enable", None)
-    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False, **options})
 
 
 def is_checkpointing(model: PreTrainedModel) -> bool:

@@ -121,7 +121,8 @@ class TrainSection(Section):
         dtype: ``bfloat16`` computes in it under autocast and keeps float32 weights; ``auto`` does
             so where the accelerator has it.
         seed: Of the initial weights and of the data's order.
-        gradient_checkpointing: Compute activations again in the backward pass.
+        gradient_checkpointing: Compute activations again in the backward pass: ``selective`` all
+            but matrix products and attention, ``true`` whole blocks.
     """
 
     steps: Count | None = None
@@ -147,7 +148,7 @@ class TrainSection(Section):
     clip: Annotated[float, Field(ge=0)] = 1.0
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Literal[False, True, "selective"] = False
 
     @model_validator(mode="before")
     @classmethod

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import io
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ssmzoo.modeling import SSMForCausalLM
+from ssmzoo.modeling import SSMForCausalLM, selective_checkpointing
 from ssmzoo.testing.forms import STEPPED, differences, slopes
 from ssmzoo.testing.subject import (
     BUDGETS,
@@ -101,11 +102,12 @@ def check_gradient_checkpointing(subject: Subject) -> Measured:
     """Gradient checkpointing runs every block twice and changes neither loss nor gradients."""
     measured = Measured()
     ids = subject.ids(2, 9)
-    for dtype, budget in BUDGETS.items():
+    selective = {"use_reentrant": False, "context_fn": selective_checkpointing}
+    for (dtype, budget), options in itertools.product(BUDGETS.items(), (None, selective)):
         model = copy.deepcopy(subject.model(dtype)).train()
         loss = model(ids, labels=ids).loss
         expected = gradients(model, loss)
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable(options)
         blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         require(bool(blocks), "the model has no GradientCheckpointingLayer")
         runs: list[nn.Module] = []

@@ -111,10 +111,13 @@ class Learner:
         if rank:
             seed_all(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
         model.train()
-        if recipe.train.gradient_checkpointing:
+        if kind := recipe.train.gradient_checkpointing:
+            from ssmzoo.modeling import selective_checkpointing
             from ssmzoo.modeling.compat import enable_gradient_checkpointing
 
-            enable_gradient_checkpointing(model)
+            selective = kind == "selective"
+            options = {"context_fn": selective_checkpointing} if selective else {}
+            enable_gradient_checkpointing(model, **options)
         return model
 
     def _add_adapter(self, model: PreTrainedModel, recipe: Recipe) -> StateAdapter | None:
