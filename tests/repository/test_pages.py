@@ -80,7 +80,6 @@ LISTED_BLOCKS = {
     '"you/longhorn-demo", trust_remote_code': "a repository; test_export_code.py loads one",
     '"bmojo-130m"': "test_bmojo.py runs it",
     "import json, numpy, onnxruntime": "needs onnx; test_onnx.py runs it",
-    'distill("runs/hyena"': "the reader's own model; test_distill.py",
 }
 PROGRAM = (
     r"(?:\.venv/bin/)?"
