@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from ssmzoo import load_family
-from ssmzoo.modeling import LayerState, RMSNorm, UnservedError, layers
+from ssmzoo.modeling import LayerState, RMSNorm, UnservedError, decoding, layers
 from ssmzoo.modeling.backbone import SSMBlock
 from ssmzoo.modeling.decoding import DECODING
 from ssmzoo.modeling.forward_code import ForwardCode
@@ -25,6 +25,7 @@ from ssmzoo.testing.forms import check_fused_steps
 from ssmzoo.testing.subject import NotApplicable, Subject
 from ssmzoo_kernels import use_backend
 from ssmzoo_kernels.dispatch import watch
+from ssmzoo_kernels.token_step import run_programs
 from ssmzoo_longhorn import modeling_longhorn
 from ssmzoo_longhorn.modeling_longhorn import LonghornMixer
 
@@ -450,3 +451,71 @@ def test_states_of_fewer_rows_than_the_token_are_read_by_no_program() -> None:
     with watch() as ran, contextlib.suppress(ValueError, RuntimeError):  # the layers' own words
         block(x, LayerState(one, keep=True))
     assert ("token_step", "cpu") not in ran
+
+
+# -- layers that follow one another ----------------------------------------------------------------
+
+
+def joined_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of programs of each call of C."""
+    counts: list[int] = []
+
+    def counted(calls: Any, rows: int) -> None:
+        counts.append(len(calls))
+        run_programs(calls, rows)
+
+    monkeypatch.setattr(decoding, "run_programs", counted)
+    return counts
+
+
+def test_a_token_of_all_layers_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_of("longhorn", num_hidden_layers=3), ids()
+    expected = layered(model, x)
+    decode(model, x)
+    counts = joined_calls(monkeypatch)
+    assert distance(decode(model, x), expected) <= 1e-5
+    assert counts == [3] * (x.shape[1] - 4)
+
+
+def test_a_layer_that_does_more_is_called_between_those_that_are_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = model_of("longhorn", num_hidden_layers=4), ids()
+    decode(model, x)
+    seen: list[Tensor] = []
+
+    def double(_layer: nn.Module, _inputs: Any, y: Tensor) -> Tensor:
+        seen.append(y)
+        return 2 * y
+
+    model.model.layers[1].register_forward_hook(double)
+    expected = layered(model, x)
+    seen.clear()
+    counts = joined_calls(monkeypatch)
+    assert distance(decode(model, x), expected) <= 1e-5
+    assert counts == [1, 1, 2] * (x.shape[1] - 4)
+    assert len(seen) == 1 + x.shape[1] - 4
+
+
+def test_hidden_states_of_all_layers_are_those_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = model_of("longhorn"), ids()
+    with torch.no_grad():
+        cache = model(x[:, :4], use_cache=True).cache
+        for token in x[:, 4:].split(1, dim=1):
+            one, two = copy.deepcopy(cache), cache
+            shown = model(token, cache=one, output_hidden_states=True).hidden_states
+            plain = model(token, cache=two)
+        assert distance(model.lm_head(shown[-1]), plain.logits) <= 1e-6
+
+
+def test_an_innovation_that_is_not_finite_leaves_states_and_the_layers_own_message() -> None:
+    model, x = model_of("bmojo", num_hidden_layers=2, mixer_types=["bmojo"]), ids()
+    decode(model, x)
+    with torch.no_grad():
+        cache = model(x[:, :4], use_cache=True).cache
+        before = copy.deepcopy(cache)
+        poisoned = torch.full((2, 1, model.config.hidden_size), float("inf"))
+        with pytest.raises(ValueError, match="finite"):
+            model(inputs_embeds=poisoned, cache=cache)
+        y, again = (model(x[:, 4:5], cache=c).logits for c in (cache, before))
+    assert torch.equal(y, again)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ssmzoo_kernels.token_step.writer import Code, Value, Writer
+from ssmzoo_kernels.token_step.writer import Code, Value, Writer, run_programs
 
 
 class Program(Writer):
@@ -224,7 +224,7 @@ class Program(Writer):
         rows = [table[0] for table in tables]
         room = self.value(heads[0] * sum(rows))
         size = (*heads, q.width // heads[0], *rows, seen, *(x for t in tables for x in t[1:]))
-        self._work += heads[0] * sum(rows) * (q.width // heads[0])
+        self.work += heads[0] * sum(rows) * (q.width // heads[0])
         return self._add(
             Code.ATTEND, q.width, (q, room), size=(*size, hidden or 0), numbers=(scale,)
         )
@@ -254,4 +254,4 @@ class Program(Writer):
         self._add(Code.INNOVATE, 0, (y,), (weights,), size)
 
 
-__all__ = ["Program", "Value"]
+__all__ = ["Program", "Value", "run_programs"]

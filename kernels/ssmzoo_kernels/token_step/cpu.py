@@ -37,10 +37,20 @@ class Instruction(ctypes.Structure):
     ]
 
 
+class Program(ctypes.Structure):
+    """``Program`` of token_step.c."""
+
+    _fields_ = [
+        ("list", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("given", ctypes.c_void_p),
+    ]
+
+
 @functools.cache
 def load(dtype: torch.dtype) -> Callable[..., int]:
     """Build and load the library of a dtype; errors are those of native.library."""
     kernel = native.library(_SOURCE, dtype).token_step
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = (pointer, number, number, number, pointer, ctypes.c_int)
+    kernel.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int)
     return kernel

@@ -664,40 +664,46 @@ static void (*const kinds[])(const Call *, const Instruction *) = {
     input, output,    linear, norm,  conv,     gate,     add,       scale,  gelu, count,
     selective, ssd, delta, longhorn, feedback, diagonal, companion, rotate, keep, attend, innovate};
 
-static void run(const Call *call, const Instruction *list, int64_t count) {
-  for (int64_t i = 0; i < count; i++) {
-    kinds[list[i].kind](call, list + i);
-    if (call->threads > 1 && i + 1 < count) {
+/* A list, how many instructions it has, how many numbers a row takes in the scratch memory, and the
+ * tensors that it is given. */
+typedef struct {
+  const Instruction *list;
+  int64_t count, width;
+  void *const *given;
+} Program;
+
+static void run(Call call, const Program *programs, int64_t count) {
+  for (int64_t p = 0; p < count; p++) {
+    call.given = programs[p].given;
+    for (int64_t i = 0; i < programs[p].count; i++) {
+      const Instruction *x = programs[p].list + i;
+      kinds[x->kind](&call, x);
+      int last = p + 1 == count && i + 1 == programs[p].count;
+      if (call.threads > 1 && !last) {
 #pragma omp barrier
+      }
     }
   }
 }
 
-/* Run a list on some rows. `width` is how many numbers a row takes in the scratch memory.
+/* Run programs one after another on some rows.
  * Returns 1 if there is no memory for that, before anything has changed; 2 if a score is not finite. */
-int token_step(const Instruction *list, int64_t count, int64_t rows, int64_t width,
-               void *const *given, int threads) {
+int token_step(const Program *programs, int64_t count, int64_t rows, int threads) {
+  int64_t width = 0;
+  for (int64_t p = 0; p < count; p++)
+    if (programs[p].width > width) width = programs[p].width;
   REAL *memory = scratch(rows * width * (int64_t)sizeof(REAL) + 64);
   if (!memory) return 1;
   int failed = 0;
-  Call alone = {rows, memory, given, 0, 1, &failed};
-  /* what comes first and last is too little to share */
-  int64_t first = 0, last = count;
-  for (; first < count && list[first].kind == INPUT; first++) input(&alone, list + first);
-  while (last > first && list[last - 1].kind == OUTPUT) last--;
 #ifdef _OPENMP
   if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-    {
-      Call call = {rows, memory, given, omp_get_thread_num(), omp_get_num_threads(),
-                   &failed};
-      run(&call, list + first, last - first);
-    }
+    run((Call){rows, memory, 0, omp_get_thread_num(), omp_get_num_threads(), &failed}, programs,
+        count);
   } else
 #endif
-    run(&alone, list + first, last - first);
+    run((Call){rows, memory, 0, 0, 1, &failed}, programs, count);
   (void)threads;
-  for (; last < count; last++) output(&alone, list + last);
   free(memory);
   return failed;
 }

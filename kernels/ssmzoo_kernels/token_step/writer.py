@@ -78,7 +78,7 @@ class Writer:
             raise ValueError(f"Program: dtype must be float32 or float64, got {dtype}")
         self.dtype = dtype
         self.weights: list[Tensor] = []
-        self._width = self._work = 0
+        self.width = self.work = 0
         self._list: list[cpu.Instruction] = []
         self._code: ctypes.Array[cpu.Instruction] | None = None
 
@@ -92,8 +92,8 @@ class Writer:
 
     def value(self, width: int) -> Value:
         """Return a value that instructions can write parts of."""
-        made = Value(self._width, 0, width, width)
-        self._width += width
+        made = Value(self.width, 0, width, width)
+        self.width += width
         return made
 
     def linear(
@@ -203,27 +203,15 @@ class Writer:
         )
 
     def run(self, rows: int, tensors: Sequence[Tensor]) -> None:
-        """Run the instructions.
+        """Run the instructions; see :func:`run_programs`."""
+        run_programs([(self, tensors)], rows)
 
-        Args:
-            rows: B.
-            tensors: Inputs, outputs and states, contiguous. Outputs and states change.
-
-        Raises:
-            MemoryError: There is none for the values; nothing has changed.
-            FloatingPointError: A score of :meth:`innovate` is not finite.
-        """
+    def compiled(self) -> ctypes.Array[cpu.Instruction]:
+        """Return the instructions as C reads them."""
         code = self._code
         if code is None:
             code = self._code = (cpu.Instruction * len(self._list))(*self._list)
-        dispatch.record(OP, "cpu")
-        given = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
-        threads = torch.get_num_threads() if self._work > native.ONE_THREADS_WORK else 1
-        failed = cpu.load(self.dtype)(code, len(code), rows, self._width, given, threads)
-        if failed == 2:
-            raise FloatingPointError("token_step: innovations must be finite")
-        if failed:
-            raise MemoryError("token_step: no memory for a token's values")
+        return code
 
     def _type(self, dtype: torch.dtype) -> int:
         if dtype is not self.dtype and dtype not in HALVES:
@@ -256,7 +244,7 @@ class Writer:
             if not weight.is_contiguous():
                 raise ValueError("Program: weights must be contiguous")
             self.weights.append(weight)
-            self._work += weight.numel()
+            self.work += weight.numel()
             made.data[i].at, made.data[i].type = (
                 weight.data_ptr(),
                 INT8 if matrix_of_int8 else self._type(weight.dtype),
@@ -265,3 +253,33 @@ class Writer:
         made.number[: len(numbers)] = list(numbers)
         self._list.append(made)
         return out
+
+
+def run_programs(calls: Sequence[tuple[Writer, Sequence[Tensor]]], rows: int) -> None:
+    """Run programs of one dtype, each behind the one before, in one call of C.
+
+    Args:
+        calls: Each program, and its inputs, outputs and states, contiguous. Outputs and states
+            change; an output may be a later program's input.
+        rows: B.
+
+    Raises:
+        MemoryError: There is none for the values; nothing has changed.
+        FloatingPointError: A score of :meth:`Program.innovate` is not finite.
+    """
+    dispatch.record(OP, "cpu")
+    dtype = calls[0][0].dtype
+    parts, given, work = (cpu.Program * len(calls))(), [], 0
+    for part, (program, tensors) in zip(parts, calls, strict=True):
+        places = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
+        given.append(places)
+        code = program.compiled()
+        part.list, part.count, part.width = ctypes.addressof(code), len(code), program.width
+        part.given = ctypes.addressof(places)
+        work = max(work, program.work)
+    threads = torch.get_num_threads() if work > native.ONE_THREADS_WORK else 1
+    failed = cpu.load(dtype)(parts, len(parts), rows, threads)
+    if failed == 2:
+        raise FloatingPointError("token_step: innovations must be finite")
+    if failed:
+        raise MemoryError("token_step: no memory for a token's values")

@@ -63,15 +63,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        mixer = self.mixer
-        if (
-            getattr(mixer, "writes_tokens", False)  # not so if something wraps it, as PEFT does
-            and state.initial
-            and "parametrizations" not in mixer._modules
-            and is_token(self, hidden_states, packing)
-            # programs are for CPUs; elsewhere nobody waits for a number
-            and (not hidden_states.is_cpu or mixer.next_is_written(state))
-        ):
+        if self.writes(hidden_states, state, packing):
             return token_of_layer(
                 self,
                 _write_block,
@@ -79,9 +71,21 @@ class SSMBlock(GradientCheckpointingLayer):
                 state,
                 lambda: self._layered(hidden_states, state, None),
                 self.norm.weight.dtype,
-                in_place=mixer.written_in_place,
+                in_place=self.mixer.written_in_place,
             )
         return self._layered(hidden_states, state, packing)
+
+    def writes(self, x: Tensor, state: LayerState, packing: Sequences | None) -> bool:
+        """Return whether the input ``[B, L, D]`` is a token that a program may be written for."""
+        mixer = self.mixer
+        return (
+            getattr(mixer, "writes_tokens", False)  # not so if something wraps it, as PEFT does
+            and bool(state.initial)
+            and "parametrizations" not in mixer._modules
+            and is_token(self, x, packing)
+            # programs are for CPUs; elsewhere nobody waits for a number
+            and (not x.is_cpu or mixer.next_is_written(state))
+        )
 
     def _layered(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         # what the norms must leave out of their statistics

@@ -20,11 +20,11 @@ from torch.nn.modules import module as module_hooks
 
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError
+from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError, is_watched
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.few_rows_linear import MOST_ROWS
-from ssmzoo_kernels.token_step import Program, Value
+from ssmzoo_kernels.token_step import Program, Value, run_programs
 
 _log = logging.getLogger("ssmzoo")
 # how far a program's output may be from the module's own, by its greatest number
@@ -68,14 +68,26 @@ class _Step:
             and self.parts.unchanged()
         )
 
-    def __call__(self, x: Tensor, states: Sequence[Tensor]) -> Tensor:
+    def tensors(self, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the program is given: the input, an output to be written, the states."""
         y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
-        rows = x.numel() // self.width
-        self.program.run(rows, (x if x.is_contiguous() else x.contiguous(), y, *states))
+        return [x if x.is_contiguous() else x.contiguous(), y, *states]
+
+    def __call__(self, x: Tensor, states: Sequence[Tensor]) -> Tensor:
+        tensors = self.tensors(x, states)
+        _run([(self, tensors)])
+        return tensors[1]
+
+
+def _run(calls: Sequence[tuple[_Step, Sequence[Tensor]]]) -> None:
+    """Run steps, each behind the one before."""
+    step, tensors = calls[0]
+    rows = tensors[0].numel() // step.width
+    run_programs([(step.program, tensors) for step, tensors in calls], rows)
+    for _, (_, _, *states) in calls:
         for state in states:
             if not state.is_inference():
                 torch.autograd.graph.increment_version(state)  # as writing by torch does
-        return y
 
 
 Writer = Callable[[Program, ModuleParts, Value, Sequence[State]], Value]
@@ -184,15 +196,77 @@ def token_of_layer(
         y, states = _prove(module, (write,), x, states, own, after, matrices)
         state.final.update(zip(names, states, strict=True))
         return y
-    for i, name in enumerate(names):
-        if name not in in_place or not _writable(states[i]):
-            states[i] = states[i].clone()
+    changed = _next_states(names, states, in_place)
     try:
-        y = step(x, states)
+        y = step(x, changed)
     except FloatingPointError:  # its own code has the better message
         return own()
-    state.final.update(zip(names, states, strict=True))
+    state.final.update(zip(names, changed, strict=True))
     return y
+
+
+def _next_states(
+    names: Sequence[str], states: Sequence[Tensor], in_place: frozenset[str]
+) -> list[Tensor]:
+    """Return the states that a program changes: copies, but of those that may be written over."""
+    return [
+        state if name in in_place and _writable(state) else state.clone()
+        for name, state in zip(names, states, strict=True)
+    ]
+
+
+class JoinedLayers:
+    """The tokens of layers that follow one another, in one call of C.
+
+    Between two calls of C the memory, for which decoding waits, has nothing to do.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[_Step, list[Tensor]]] = []
+        self._layers: list[tuple[Any, LayerState]] = []
+
+    def take(self, layer: Any, x: Tensor, state: LayerState) -> Tensor | None:
+        """Return where a layer's output will be after :meth:`run`; None: the layer must be called.
+
+        It must be called if it reads no token by a program that was proved, or calling it does
+        more.
+
+        Args:
+            layer: An :class:`~ssmzoo.modeling.block.SSMBlock`.
+            x: What it reads, ``[B, L, D]``, perhaps the output of the layer that was taken last.
+            state: Its state.
+        """
+        known: Decoding | None = layer.__dict__.get(DECODING)
+        if known is None or known.step is None or not layer.writes(x, state, None):
+            return None
+        names = sorted(state.initial)
+        states = [state.initial[name] for name in names]
+        if is_watched(layer) or not _may_decode(known, x, states, state.checked_code):
+            return None
+        step = known.step
+        if step is None or not step.fits(x, states):
+            return None
+        if self._calls and self._calls[0][0].program.dtype is not step.program.dtype:
+            return None
+        changed = _next_states(names, states, layer.mixer.written_in_place)
+        tensors = step.tensors(x, changed)
+        self._calls.append((step, tensors))
+        self._layers.append((layer, state))
+        state.final.update(zip(names, changed, strict=True))
+        return tensors[1]
+
+    def run(self) -> None:
+        """Run the layers that were taken."""
+        calls, layers = self._calls, self._layers
+        if not calls:
+            return
+        self._calls, self._layers = [], []
+        try:
+            _run(calls)
+        except FloatingPointError:  # a layer's own code has the better message
+            x = calls[0][1][0]
+            for (_, tensors), (layer, state) in zip(calls, layers, strict=True):
+                x = tensors[1].copy_(layer(x, state, None))
 
 
 def is_token(module: nn.Module, x: Tensor, packing: Sequences | None) -> bool:

@@ -2,4 +2,4 @@
 
 from typing import Any
 
-Program = Value = Any
+Program = Value = run_programs = Any
