@@ -2,7 +2,7 @@
 
 Each step runs in a process of its own, whose first step, on 64 tokens, is not counted.
 
-    python eval/speed/loss.py eval/speed/loss.csv --checkpointing none selective full
+    python eval/speed/loss.py eval/speed/loss.csv --checkpointing none selective
 """
 
 from __future__ import annotations

@@ -1,15 +1,24 @@
-"""What a figure depends on: the device, the vectors, the threads, the commit; what a call takes."""
+"""This machine: what a figure depends on, what a call takes, where built kernels may stay.
+
+The device, the vectors, the threads and the commit; memory; the cache folder. What systems tell in
+different ways is read here alone: Linux by ``/proc``, macOS by ``sysctl``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import datetime
+import errno
 import functools
+import multiprocessing.util
 import os
 import platform
+import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -18,22 +27,20 @@ from typing import Any, TypedDict
 
 import torch
 
-from ssmzoo_kernels import native
-
 # outputs of runs, and files that no run reads: neither changes a figure
 _NO_CODE = ("eval/results", "kernels/benchmarks/results", "model_cards", "*.md")
 # vector instructions, widest first: as /proc/cpuinfo lists them
 _VECTORS = ("avx512f", "avx2", "avx", "sse2", "sve", "asimd")
+_OF_MACOS = {"avx2_0": "avx2", "avx1_0": "avx", "advsimd": "asimd"}  # its names for the same
 
 
 def hardware(device: torch.device) -> str:
     """Return a device in words: the GPU's name, or the processor's and its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    facts = _cpu_facts()
+    name = facts.get("model name") or facts.get("machdep.cpu.brand_string")
+    name = name or platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
 
 
@@ -61,6 +68,8 @@ class Environment(TypedDict):
 
 def environment() -> Environment:
     """Return the facts on which the last bits of a figure measured now depend."""
+    from ssmzoo_kernels import native  # which imports this module
+
     commit, dirty = checkout(Path(__file__))
     return {
         "commit": commit,
@@ -103,20 +112,104 @@ def _cpu_vectors() -> str | None:
 
 def vendor() -> str:
     """Return the CPU's maker as Linux names it, such as ``"AuthenticAMD"``; empty if unknown."""
-    return (_cpu_line("vendor_id") or [""])[-1]
+    return _cpu_facts().get("vendor_id", "")
 
 
-def _cpu_flags() -> list[str]:
-    return [word.lower() for word in _cpu_line("flags", "features")]
+def instructions() -> str:
+    """Return the names of all instructions that the CPU has; empty if unknown."""
+    return " ".join(sorted(_cpu_flags()))
 
 
-def _cpu_line(*names: str) -> list[str]:
-    """Return the words of the first line that Linux tells of a CPU under one of these names."""
+def _cpu_flags() -> set[str]:
+    facts = _cpu_facts()
+    words = (facts.get("flags") or facts.get("features") or "").lower().split()
+    for name, value in facts.items():
+        if name.startswith("hw.optional.") and value == "1":
+            word = name.rpartition(".")[2]
+            words.append(_OF_MACOS.get(word, word))
+    return set(words)
+
+
+@functools.cache
+def _cpu_facts() -> dict[str, str]:
+    """Return what the system tells of its first CPU, by name in lower case; nothing if unknown."""
+    facts: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        lines = (line.split() for line in text.splitlines())
-        return next((line for line in lines if line and line[0].lower() in names), [])
-    return []
+        if sys.platform == "darwin":
+            command = ["/usr/sbin/sysctl", "machdep.cpu.brand_string", "hw.optional"]
+            text = subprocess.run(command, capture_output=True, text=True).stdout
+        else:
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            facts.setdefault(name.strip().lower(), value.strip())
+    return facts
+
+
+def users_folder() -> Path:
+    """Return the user's folder for built kernels, made if it is not there.
+
+    Raises:
+        OSError: It cannot be made, may hold no programs, or others may change what is in it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # the XDG specification: a relative path is to be ignored
+    folder = (base if base.is_absolute() else Path("~/.cache").expanduser()) / "ssmzoo"
+    for part in (*reversed(folder.parents), folder):  # parents=True would ignore the mode
+        part.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if is_of_another(status):
+        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is writable by others")
+    for part in folder.resolve().parents:
+        _require_safe(part)
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise PermissionError(errno.EACCES, "mounted noexec", str(folder))
+    return folder
+
+
+def _require_safe(folder: Path) -> None:
+    """Fail if others may put another folder in the place of one that lies in this one."""
+    status = folder.stat()
+    if is_of_another(status) and status.st_uid != 0:
+        raise PermissionError(f"{folder} belongs to another user")
+    shared = status.st_mode & 0o022
+    if shared == 0o020 and _is_own_group(status.st_gid):
+        return
+    if shared and not status.st_mode & stat.S_ISVTX:  # as in /tmp, where each moves only his own
+        raise PermissionError(f"{folder} is writable by others")
+
+
+def is_of_another(status: os.stat_result) -> bool:
+    """Tell whether a file belongs to another user."""
+    return hasattr(os, "getuid") and status.st_uid != os.getuid()
+
+
+def _is_own_group(group: int) -> bool:
+    """Tell whether a group is the user's alone: that of his name, as many systems make it."""
+    import grp
+    import pwd
+
+    try:
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+
+
+def private_folder() -> Path:
+    """Return this process's own folder: one that it forks may outlive it, and has another."""
+    return _folder_of(os.getpid())
+
+
+@functools.cache
+def _folder_of(owner: int) -> Path:
+    private = tempfile.mkdtemp(prefix="ssmzoo-")
+
+    # at the end of this process and no other; multiprocessing's skip what atexit calls
+    remove = functools.partial(shutil.rmtree, private, ignore_errors=True)
+    multiprocessing.util.Finalize(None, remove, exitpriority=0)
+    return Path(private)
 
 
 def circumstances(device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,9 @@ Settings, from the environment:
 ``SSMZOO_ARCH``          the target, as after the compiler's ``-march=``; without it this CPU
 ``SSMZOO_BUILD_SECONDS`` how long the compiler may take for one file; without it 300
 ======================== =======================================================================
+
+A kernel's threads are those of the OpenMP runtime that torch has loaded, never of a second one.
+GNU's serves gcc's code alone, LLVM's also clang's; code that has none runs on one thread.
 """
 
 import ctypes
@@ -21,21 +24,22 @@ import functools
 import hashlib
 import logging
 import math
-import multiprocessing.util
 import os
 import platform
 import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ssmzoo_kernels import machine
 
 _log = logging.getLogger("ssmzoo")
 
@@ -60,10 +64,18 @@ _VECTORS = {
     "__ARM_FEATURE_SVE": "sve",
     "__ARM_NEON": "asimd",
 }
-_PROBE = '#include "vector.h"\nint probe(void) { return LANES; }\n'
+_PROBE = """#include "vector.h"
+void probe(REAL *x) {
+#pragma omp parallel for
+  for (int i = 0; i < 64; i += LANES) store(x + i, load(x + i) * load(x + i) + splat(1));
+}
+"""
+# for a process that instructions which the CPU lacks may end
+_TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).probe((ctypes.c_double * 64)())"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _failed: dict[Path, str] = {}  # by folder in which a build failed that succeeded elsewhere, why
+_lacks: list[str] = []  # what kernels are built without, each with why and the way out
 
 
 class _OutOfTimeError(RuntimeError):
@@ -82,6 +94,16 @@ def missing() -> str:
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+def compiler() -> str:
+    """Return what builds kernels here, ``"gcc"`` or ``"clang"``; an empty string if none does."""
+    return "" if missing() else _kind()
+
+
+def lacks() -> str:
+    """Return what kernels are built without here, why, and the way out, or an empty string."""
+    return "; ".join(_lacks)
 
 
 @functools.cache
@@ -174,26 +196,66 @@ def _without_memory(x: Tensor) -> TypeError:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Return the flags that this compiler takes, found by building and loading a probe."""
-    wanted = os.environ.get("SSMZOO_ARCH") or "native"
-    target = f"-march={wanted}"
-    tunings: tuple[tuple[str, ...], ...] = ((target, "-fopenmp"), (target,))
-    if wanted == "native":
-        tunings += (("-fopenmp",), ())
-    else:
+    """Return the flags that this compiler takes, found by building probes."""
+    target = _target()
+    try:
+        flags = (*_BASE, *target, *_openmp())
+        _build("threads", _PROBE, flags)
+    except _OutOfTimeError:
+        raise
+    except RuntimeError as error:
+        _tell_of_lack(f"C kernels run on one thread: {error}")
+        return (*_BASE, *target)
+    return flags
+
+
+def _target() -> tuple[str, ...]:
+    """Return the flag for this CPU, or the user's target; none where the compiler has none."""
+    if wanted := os.environ.get("SSMZOO_ARCH"):
         _check_target(wanted)
-    last = RuntimeError()
-    for tuning in tunings:
-        flags = (*_BASE, *tuning)
+        targets = [(f"-march={wanted}",)]
+    else:
+        arm = platform.machine() in ("arm64", "aarch64")  # there older clangs know -mcpu alone
+        targets = [("-march=native",), *([("-mcpu=native",)] if arm else []), ()]
+    why = RuntimeError()
+    for target in targets:
         try:
-            _build("probe", _PROBE, flags)
+            _build("probe", _PROBE, (*_BASE, *target))
         except _OutOfTimeError:
             raise
         except RuntimeError as error:
-            last = error
-        else:
-            return flags
-    raise last
+            why = error
+            continue
+        if not target:
+            _tell_of_lack(f"C kernels are built without -march=native: {why}")
+        return target
+    raise why
+
+
+def _openmp() -> tuple[str, ...]:
+    """Return the flags for threads of the runtime that torch has loaded.
+
+    Raises:
+        RuntimeError: It does not serve this compiler's code, and the way out.
+    """
+    mac = sys.platform == "darwin"
+    if _kind() == "gcc":
+        if mac:
+            raise RuntimeError("gcc would bring an OpenMP beside torch's; set CC=clang")
+        return ("-fopenmp",)
+    runtime = Path(torch.__file__).with_name("lib") / "libomp.dylib"
+    if mac and runtime.exists():  # torch has it loaded, but not for libraries that name none
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    if not hasattr(ctypes.CDLL(None), "__kmpc_fork_call"):
+        way_out = "install torch from PyPI" if mac else "install gcc, and set CC=gcc"
+        raise RuntimeError(f"clang's code needs LLVM's OpenMP, which torch has not; {way_out}")
+    # clang's own -fopenmp would link a second one
+    return ("-Xclang", "-fopenmp", *(["-Wl,-undefined,dynamic_lookup"] if mac else []))
+
+
+def _tell_of_lack(what: str) -> None:
+    _lacks.append(what)
+    _log.warning("%s", what)
 
 
 def _check_target(target: str) -> None:
@@ -219,6 +281,8 @@ def _check_target(target: str) -> None:
 
 @functools.cache
 def _compiler() -> tuple[str, ...]:
+    if sys.platform == "win32":
+        raise RuntimeError("C kernels are not built on Windows; use WSL")
     named = os.environ.get("CC", "")
     try:
         wanted = shlex.split(named)
@@ -241,17 +305,19 @@ def _compiler() -> tuple[str, ...]:
 
 
 @functools.cache
+def _version() -> str:
+    return _run([*_compiler(), "--version"], "its version").stdout
+
+
+def _kind() -> str:
+    return "clang" if "clang" in _version() else "gcc"  # on a Mac gcc is clang's other name
+
+
+@functools.cache
 def _machine() -> str:
     """Describe compiler and CPU: what a library depends on besides its source and flags."""
-    command = _compiler()
-    version = _run([*command, "--version"], "its version").stdout
-    features = ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-        features = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
-    except OSError:
-        pass  # not Linux: the processor's name must do
-    return "\n".join((*command, version, platform.machine(), platform.processor(), features))
+    cpu = (platform.machine(), platform.processor(), machine.instructions())
+    return "\n".join((*_compiler(), _version(), *cpu))
 
 
 def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
@@ -262,7 +328,7 @@ def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     causes: dict[str, None] = {}  # in order, each once
     way_out = "name another compiler with CC"
     users = None
-    for find in (_users_folder, _private_folder):
+    for find in (_users_folder, machine.private_folder):
         try:
             folder = find()
             if not causes:
@@ -291,7 +357,7 @@ def _words(error: Exception) -> str:
 
 def _cached(folder: Path, key: str) -> ctypes.CDLL | None:
     for path in sorted(folder.glob(f"{key}-*.so")):
-        if _is_of_another(path.stat(follow_symlinks=False)):
+        if machine.is_of_another(path.stat(follow_symlinks=False)):
             _log.info("building %s again: it belongs to another user", path.name)
         elif path.stem.endswith(_digest(path)):
             try:
@@ -319,6 +385,10 @@ def _made(folder: Path, key: str, name: str, code: str, flags: tuple[str, ...]) 
                     raise OSError(number, os.strerror(number), str(folder))
             raise RuntimeError(f"{command[0]} failed on {source.name}: {_reason(run)}")
         library = _opened(made)
+        if name == "probe":
+            run = _run([sys.executable, "-I", "-S", "-c", _TRIAL, str(made)], "a trial")
+            if run.returncode:
+                raise RuntimeError(f"{command[0]} builds what this CPU cannot run: {_reason(run)}")
         try:
             os.replace(made, folder / f"{key}-{_digest(made)}.so")
         except OSError as error:
@@ -404,69 +474,14 @@ def cache_folder() -> Path:
         return _users_folder()
     except (OSError, RuntimeError) as error:
         _tell_of_the_private_folder(_words(error))
-        return _private_folder()
+        return machine.private_folder()
 
 
 def _users_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the XDG specification: a relative path is to be ignored
-    folder = (base if base.is_absolute() else Path("~/.cache").expanduser()) / "ssmzoo"
+    folder = machine.users_folder()
     if folder in _failed:
         raise RuntimeError(_failed[folder])
-    for part in (*reversed(folder.parents), folder):  # parents=True would ignore the mode
-        part.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat()
-    if _is_of_another(status):
-        raise PermissionError(f"{folder} belongs to another user")
-    if status.st_mode & 0o022:
-        raise PermissionError(f"{folder} is writable by others")
-    for part in folder.resolve().parents:
-        _require_safe(part)
-    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
-        raise PermissionError(errno.EACCES, "mounted noexec", str(folder))
     return folder
-
-
-def _require_safe(folder: Path) -> None:
-    """Fail if others may put another folder in the place of one that lies in this one."""
-    status = folder.stat()
-    if _is_of_another(status) and status.st_uid != 0:
-        raise PermissionError(f"{folder} belongs to another user")
-    shared = status.st_mode & 0o022
-    if shared == 0o020 and _is_own_group(status.st_gid):
-        return
-    if shared and not status.st_mode & stat.S_ISVTX:  # as in /tmp, where each moves only his own
-        raise PermissionError(f"{folder} is writable by others")
-
-
-def _is_of_another(status: os.stat_result) -> bool:
-    return hasattr(os, "getuid") and status.st_uid != os.getuid()
-
-
-def _is_own_group(group: int) -> bool:
-    """Tell whether a group is the user's alone: that of his name, as many systems make it."""
-    import grp
-    import pwd
-
-    try:
-        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return False
-
-
-def _private_folder() -> Path:
-    """Return this process's own folder: one that it forks may outlive it, and has another."""
-    return _folder_of(os.getpid())
-
-
-@functools.cache
-def _folder_of(owner: int) -> Path:
-    private = tempfile.mkdtemp(prefix="ssmzoo-")
-
-    # at the end of this process and no other; multiprocessing's skip what atexit calls
-    remove = functools.partial(shutil.rmtree, private, ignore_errors=True)
-    multiprocessing.util.Finalize(None, remove, exitpriority=0)
-    return Path(private)
 
 
 @functools.cache

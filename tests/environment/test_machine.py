@@ -1,15 +1,27 @@
-"""What a figure is recorded with: commit, vector instructions, threads."""
+"""What a figure is recorded with: commit, vector instructions, threads; other systems, played.
 
+Nobody here has a Mac or Windows: a process of Linux is made to look like one, as far as Python
+shows it, after torch and transformers are imported.
+"""
+
+import json
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ssmzoo_kernels import machine, native
+from ssmzoo import load_family
+from ssmzoo.analysis import doctor
+from ssmzoo.analysis.describe import installed_families
+from ssmzoo_kernels import dispatch, machine, native, use_backend
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "machines.md"
 
 
 def git(folder, *words):
@@ -86,3 +98,219 @@ def test_the_vectors_of_kernels_follow_the_compilers_flags(monkeypatch):
     monkeypatch.setattr(native, "_flags", lambda: ("-O1",))
     plain = native.vectors.__wrapped__()
     assert plain in ("sse2", "asimd", None)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a tiny model, and the tokens that it writes after 1, 2."""
+    family = load_family("longhorn")
+    torch.manual_seed(0)
+    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    model.save_pretrained(tmp_path / "model")
+    written = model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, do_sample=False)
+    return tmp_path / "model", written[0].tolist()
+
+
+GENERATE = """
+import json
+import ssmzoo, ssmzoo.auto
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+written = model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, do_sample=False)
+from ssmzoo.analysis.doctor import examine_machine
+from ssmzoo_kernels import last_backend, machine, native
+print(json.dumps([
+    written[0].tolist(), last_backend("longhorn_scan"), examine_machine("cpu"),
+    None if native.missing() else native._flags(),
+]))
+"""
+WINDOWS = """
+import os, platform, signal, sys, torch
+for name in ("fcntl", "resource", "pwd", "grp", "posix", "termios"):
+    sys.modules[name] = None
+for name in ("statvfs", "getuid", "getpgid", "killpg", "fork", "sched_getaffinity", "O_DIRECTORY"):
+    delattr(os, name)
+for name in ("SIGKILL", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "pthread_sigmask"):
+    delattr(signal, name)
+sys.platform, platform.machine = "win32", lambda: "AMD64"
+"""
+
+
+@pytest.mark.xdist_group("forks")
+def test_on_windows_a_saved_model_writes_by_eager_and_one_line_says_so(forks, saved):
+    folder, expected = saved
+    done = forks.run(WINDOWS + GENERATE, str(folder))
+    assert done.status == 0, done.log
+    written, backend, found, _ = json.loads(done.out)
+    assert (written, backend) == (expected, "eager")
+    assert found["compiler"] == "C kernels are not built on Windows; use WSL"
+    assert found["machine"].startswith("Windows, none: ")
+    assert done.log.count("CPU ops take the slow eager path: C kernels are not built on") == 1
+
+
+# what Apple's clang takes and refuses, by its documents; LLVM's runtime by the one function that
+# tells it
+APPLES_CLANG = """
+case "$*" in
+*--version*) echo "Apple clang version 14.0.3"; exit;;
+*-march=native*) echo "error: the clang compiler does not support '-march=native'" >&2; exit 1;;
+*" -fopenmp"*) case "$*" in
+    *"-Xclang -fopenmp"*"-Wl,-undefined,dynamic_lookup"*) ;;
+    *) echo "error: unsupported option '-fopenmp'" >&2; exit 1;; esac;;
+esac
+for x; do
+  shift
+  case "$x" in -mcpu=native|-Xclang|-fopenmp|-Wl,*) ;; *) set -- "$@" "$x";; esac
+done
+exec cc "$@"
+"""
+RUNTIME = "void __kmpc_fork_call(void) {}"
+SYSCTL = """machdep.cpu.brand_string: Apple M2
+hw.optional.AdvSIMD: 1
+hw.optional.arm.FEAT_BF16: 1
+hw.optional.arm.FEAT_SME: 0
+"""
+MACOS = """
+import io, os, pathlib, platform, subprocess, sys, torch
+run, read = subprocess.run, pathlib.Path.read_text
+def asked(command, **options):
+    if command[0] == "/usr/sbin/sysctl":
+        return subprocess.CompletedProcess(command, 0, sys.argv[2], "")
+    return run(command, **options)
+def told(path, *options, **more):
+    if str(path).startswith("/proc"):
+        raise FileNotFoundError(path)
+    return read(path, *options, **more)
+subprocess.run, pathlib.Path.read_text = asked, told
+del os.ST_NOEXEC, os.sched_getaffinity
+sys.platform, torch.__file__ = "darwin", sys.argv[3]
+platform.machine, platform.processor = lambda: "arm64", lambda: "arm"
+"""
+
+
+@pytest.fixture
+def mac(forks, saved, tmp_path):
+    """Run the model on a Mac, whose torch brings LLVM's OpenMP or none."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh{APPLES_CLANG}")
+    compiler.chmod(0o755)
+    package = tmp_path / "torch"
+    (package / "lib").mkdir(parents=True)
+
+    def run(script=GENERATE, brings=True, cc=compiler):
+        if brings:
+            command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", package / "lib/libomp.dylib"]
+            subprocess.run(command, input=RUNTIME, text=True, check=True)
+        places = {"CC": str(cc), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        words = (str(saved[0]), SYSCTL, str(package / "__init__.py"))
+        done = forks.run(MACOS + script, *words, environment=places)
+        assert done.status == 0, done.log
+        return json.loads(done.out), done.log
+
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("forks")
+def test_on_a_mac_kernels_have_the_threads_of_torchs_own_openmp(mac, saved):
+    (written, backend, found, flags), log = mac()
+    assert (written, backend) == (saved[1], "cpu")
+    assert flags[-4:] == ["-mcpu=native", "-Xclang", "-fopenmp", "-Wl,-undefined,dynamic_lookup"]
+    assert found["compiler"] == "ok"
+    assert found["device"].startswith("Apple M2, ")
+    assert found["machine"].startswith("macOS, clang: ")
+    assert "C kernels" not in log
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("forks")
+@pytest.mark.parametrize(("brings", "cc", "way_out"), [(False, None, "PyPI"), (True, "cc", "CC=")])
+def test_on_a_mac_without_an_openmp_for_the_compiler_one_line_says_so(mac, brings, cc, way_out):
+    (_, backend, found, flags), log = mac(brings=brings, **({"cc": cc} if cc else {}))
+    assert backend == "cpu"
+    assert not {"-fopenmp", "-Xclang"} & {*flags}
+    assert found["compiler"].startswith("C kernels run on one thread: ")
+    assert way_out in found["compiler"]
+    assert log.count("C kernels run on one thread: ") == 1
+
+
+FACTS = """
+import json
+from pathlib import Path
+from ssmzoo.files import write_folder
+from ssmzoo_kernels import machine
+for text in ("old", "new"):
+    write_folder(Path(sys.argv[1], "folder"), lambda folder: (folder / "a").write_text(text))
+print(json.dumps([
+    machine._cpu_vectors(), machine.vendor(), machine.instructions(),
+    machine.memory_growth(lambda: torch.ones(2**25), torch.device("cpu")) / 2**27,
+    (Path(sys.argv[1], "folder", "a")).read_text(),
+]))
+"""
+
+
+@pytest.mark.xdist_group("forks")
+def test_on_a_mac_sysctl_tells_of_the_cpu_and_a_folder_is_replaced(mac):
+    (vectors, vendor, instructions, _, text), _ = mac(FACTS, brings=False)
+    assert (vectors, vendor, text) == ("asimd", "", "new")
+    assert instructions == "asimd feat_bf16"
+
+
+def test_another_cpu_in_a_shared_home_is_another_library(monkeypatch):
+    names = []
+    monkeypatch.setattr(native, "_cached", lambda folder, key: names.append(key))
+    monkeypatch.setattr(native, "_made", lambda folder, key, *_: None)
+    for flags in ({"flags": "sse2 avx2"}, {"flags": "sse2"}, {"features": "asimd sve"}):
+        monkeypatch.setattr(machine, "_cpu_facts", lambda flags=flags: flags)
+        native._machine.cache_clear()
+        native._build("probe", "", ())
+    native._machine.cache_clear()
+    assert len({*names}) == 3
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """Play MPS: what makes float64 fails, as torch does there."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        made = op(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.dim() and x.dtype in DOUBLE:
+                raise TypeError("the MPS framework doesn't support float64")
+        return made
+
+
+DOUBLE = (torch.float64, torch.complex128)
+# by the name that docs/machines.md has for each
+NEED_FLOAT64 = {
+    "dss": "DSS", "h3": "H3", "hybrid": "the hybrid", "mamba3": "Mamba-3", "rtf": "RTF", "s4": "S4",
+    "s5": "S5", "spacetime": "Spacetime",
+}  # fmt: skip
+NEED_NONE = {
+    "bmojo": "B'MOJO", "coffee": "COFFEE", "linear_attention": "linear attention",
+    "longhorn": "Longhorn", "rwkv7": "RWKV-7",
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [row["name"] for row in installed_families()])
+def test_mps_runs_families_without_float64_and_refuses_the_others_by_that_name(name):
+    family = load_family(name)
+    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    refused = pytest.raises(TypeError, match="float64") if name in NEED_FLOAT64 else nullcontext()
+    with use_backend("eager"), WithoutFloat64(), refused:
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+    said = (NEED_FLOAT64 | NEED_NONE)[name]
+    assert f" {said}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_op_is_eager_on_mps():
+    kernel = (torch.float32,)
+    assert dispatch.choose("longhorn_scan", "auto", "mps", dispatch.ALL, kernel) == "eager"
+    with pytest.raises(ValueError, match="needs CPU tensors, got mps"):
+        dispatch.choose("longhorn_scan", "cpu", "mps", dispatch.ALL, kernel)
+
+
+def test_the_page_has_the_doctors_row_of_every_machine():
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    told = {tuple(cell.strip() for cell in cells[1:4]) for cells in rows if len(cells) == 5}
+    assert {*doctor._MACHINES.values()} <= told

@@ -16,16 +16,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssmzoo_kernels import dispatch, innovation, last_backend, longhorn_scan, native
+from ssmzoo_kernels import dispatch, innovation, last_backend, longhorn_scan, machine, native
 from ssmzoo_kernels.innovation import cpu as predictor
 from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (
-    native.missing, native.library, native._flags, native._compiler, native._machine,
-    native._folder_of, native._tell_of_the_private_folder, dispatch.compiler_missing,
-    dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing, dispatch._warn_of_slowness,
-    cpu.load, predictor.load,
+    native.missing, native.library, native._flags, native._compiler, native._version,
+    native._machine, machine._folder_of, native._tell_of_the_private_folder,
+    dispatch.compiler_missing, dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing,
+    dispatch._warn_of_slowness, cpu.load, predictor.load,
 )  # fmt: skip
 RUN = """
 import torch
@@ -53,6 +53,7 @@ def forget():
     for function in CACHED:
         function.cache_clear()
     native._failed.clear()
+    native._lacks.clear()
     dispatch._failures.clear()
 
 
@@ -71,7 +72,7 @@ def scan(**options):
 def test_a_library_is_built_once_and_found_again(fresh, monkeypatch):
     innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     built = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
-    assert {path.name.split("-")[0] for path in built} == {"probe", "innovation"}
+    assert {path.name.split("-")[0] for path in built} == {"probe", "threads", "innovation"}
     forget()
     run = native._run
 
@@ -208,7 +209,7 @@ def test_a_parent_in_which_others_may_move_folders_is_refused(
 ):
     fresh.mkdir(parents=True, mode=0o700)
     fresh.parent.chmod(mode)
-    monkeypatch.setattr(native, "_is_own_group", lambda group: own_group)
+    monkeypatch.setattr(machine, "_is_own_group", lambda group: own_group)
     with caplog.at_level(logging.INFO, logger="ssmzoo"):
         assert (native.cache_folder() == fresh) == safe
     assert (f"{fresh.parent} is writable by others" in caplog.text) != safe
@@ -219,7 +220,7 @@ def test_a_parent_belongs_to_the_user_or_to_root(user, safe):
     status = SimpleNamespace(st_uid=user, st_gid=0, st_mode=0o755)
     folder = SimpleNamespace(stat=lambda: status)
     with nullcontext() if safe else pytest.raises(PermissionError, match="to another user"):
-        native._require_safe(folder)
+        machine._require_safe(folder)
 
 
 def test_a_library_of_another_user_is_built_again(fresh, monkeypatch, tmp_path):
@@ -228,7 +229,7 @@ def test_a_library_of_another_user_is_built_again(fresh, monkeypatch, tmp_path):
     native.library(source, torch.float32)
     [path] = fresh.glob("answer-*.so")
     theirs = path.stat().st_ino
-    monkeypatch.setattr(native, "_is_of_another", lambda status: status.st_ino == theirs)
+    monkeypatch.setattr(machine, "is_of_another", lambda status: status.st_ino == theirs)
     kept = path.rename(fresh / "kept")  # so that the new file has another number
     os.link(kept, path)
     native.library.cache_clear()
@@ -404,19 +405,19 @@ def test_a_full_cache_is_left_for_a_private_folder(fresh, monkeypatch, tmp_path,
     with caplog.at_level(logging.INFO, logger="ssmzoo"):
         innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     assert caplog.messages == [f"C kernels are built anew for this process: {words}: {fresh}"]
-    assert native.cache_folder() == native._private_folder()
+    assert native.cache_folder() == machine.private_folder()
     assert not list(fresh.iterdir())
 
 
 FORK = """
 import multiprocessing
-from ssmzoo_kernels import native
-print(native._private_folder(), flush=True)
-child = lambda: print(native._private_folder(), flush=True)
+from ssmzoo_kernels import machine
+print(machine.private_folder(), flush=True)
+child = lambda: print(machine.private_folder(), flush=True)
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()
 process.join()
-print(native._private_folder().is_dir())
+print(machine.private_folder().is_dir())
 """
 
 
@@ -490,7 +491,7 @@ def test_a_cache_mounted_noexec_is_left_for_a_private_folder(fresh, monkeypatch,
 
 
 def test_noexec_folders_are_blamed_instead_of_the_compiler(fresh, monkeypatch, caplog):
-    noexec(monkeypatch, fresh, native._private_folder())
+    noexec(monkeypatch, fresh, machine.private_folder())
     words = f"mounted noexec: {fresh}; mounted noexec: "
     slow_in_eager(caplog, words, "set XDG_CACHE_HOME to a folder that has room and may hold")
     assert "gcc" not in native.missing()

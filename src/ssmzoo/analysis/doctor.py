@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,15 @@ _EXTRAS = {
     "scikit-learn": "digits",
 }
 
+# by system, processor and compiler, the row of docs/machines.md, whose last cell says what was run
+_MACHINES = {
+    ("linux", "x86_64", "gcc"): ("Linux x86-64", "gcc", "all tests"),
+    ("linux", "x86_64", "clang"): ("Linux x86-64", "clang", "the C kernels' tests"),
+    ("linux", "x86_64", ""): ("Linux x86-64", "none", "the tests of `eager`"),
+    ("darwin", "arm64", "clang"): ("macOS", "clang", "played on Linux, not run on a Mac"),
+    ("win32", "amd64", ""): ("Windows", "none", "played on Linux: loading, generating by `eager`"),
+}
+
 
 def _triton_version() -> Version:
     """Return the version of the module, which several distributions have."""
@@ -46,9 +57,9 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
     """Return the facts of this machine, with a way out beside everything that is missing.
 
     Returns:
-        ``versions``; ``device`` in words; ``compiler``, ``triton`` and ``extras``, by package,
-        ``"ok"`` or the missing part and the way out; ``kernel_cache``, where built C kernels stay;
-        ``families`` with their status.
+        ``versions``; ``machine``, its row of docs/machines.md; ``device`` in words; ``compiler``,
+        ``triton`` and ``extras``, by package, ``"ok"`` or what is missing or slow, why, and the way
+        out; ``kernel_cache``, where built C kernels stay; ``families`` with their status.
 
     Raises:
         ValueError: Torch cannot use the device here.
@@ -60,6 +71,10 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
 
     place = usable_device(device)
     missing = dispatch.compiler_missing()
+    here = (sys.platform, platform.machine().lower(), native.compiler())
+    *row, run = _MACHINES.get(
+        here, (*filter(None, here), "not tried; docs/machines.md has what was")
+    )
     found = installed_versions(*_EXTRAS)
     if not dispatch.has_triton():
         triton = 'not installed; pip install "ssmzoo[triton]" (GPUs only)'
@@ -71,8 +86,9 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
         triton = "ok"
     return {
         "versions": installed_versions("ssmzoo", "torch", "transformers", "triton"),
+        "machine": f"{', '.join(row)}: {run}",
         "device": hardware(place),
-        "compiler": missing or "ok",
+        "compiler": missing or native.lacks() or "ok",
         "triton": triton,
         "kernel_cache": None if missing else str(native.cache_folder()),
         "extras": {

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -42,6 +41,8 @@ def locked(folder: Path) -> Iterator[None]:
         InUseError: Another process holds it.
         RuntimeError: It cannot be written.
     """
+    import fcntl  # which Windows does not have
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a+")
