@@ -385,9 +385,9 @@ def _made(folder: Path, key: str, name: str, code: str, flags: tuple[str, ...]) 
                     raise OSError(number, os.strerror(number), str(folder))
             raise RuntimeError(f"{command[0]} failed on {source.name}: {_reason(run)}")
         library = _opened(made)
-        if name == "probe":
+        if name == "probe" and sys.executable and not hasattr(sys, "frozen"):
             run = _run([sys.executable, "-I", "-S", "-c", _TRIAL, str(made)], "a trial")
-            if run.returncode:
+            if run.returncode < 0:  # by a signal; another program than Python may end otherwise
                 raise RuntimeError(f"{command[0]} builds what this CPU cannot run: {_reason(run)}")
         try:
             os.replace(made, folder / f"{key}-{_digest(made)}.so")

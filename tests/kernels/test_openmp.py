@@ -88,3 +88,10 @@ def test_what_this_cpu_cannot_run_is_not_used(fresh, monkeypatch, tmp_path, capl
         assert last_backend("innovation") == "cpu"
         assert "-march=native" not in native._flags()
         assert line == native.lacks()
+
+
+@pytest.mark.parametrize("program", ["", None, "/bin/false"])
+def test_a_compiler_is_not_judged_by_another_program_than_python(fresh, monkeypatch, program):  # noqa: F811
+    monkeypatch.setattr(sys, "executable", program)
+    innovation(torch.randn(1, 5, 2), [0.5])
+    assert (last_backend("innovation"), native.lacks()) == ("cpu", "")

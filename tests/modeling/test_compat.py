@@ -4,13 +4,14 @@ import pytest
 import torch
 from transformers import modeling_outputs
 
-from ssmzoo.modeling import selective_checkpointing
+from ssmzoo.modeling import checkpointing, selective_checkpointing
 from ssmzoo.modeling.compat import CACHE, enable_gradient_checkpointing
 from ssmzoo_longhorn import FAMILY
 
 
 @pytest.mark.parametrize("options", [{}, {"context_fn": selective_checkpointing}])
-def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(options):
+def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(options, monkeypatch):
+    monkeypatch.setattr(checkpointing, "WIDTH", 1)
     torch.manual_seed(0)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).train()
     ids = torch.randint(96, (2, 9))

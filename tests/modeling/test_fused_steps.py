@@ -519,3 +519,24 @@ def test_an_innovation_that_is_not_finite_leaves_states_and_the_layers_own_messa
             model(inputs_embeds=poisoned, cache=cache)
         y, again = (model(x[:, 4:5], cache=c).logits for c in (cache, before))
     assert torch.equal(y, again)
+
+
+class Steered(SSMBlock):
+    """A block that does more than its own class."""
+
+    def forward(self, hidden_states: Tensor, *more: Any) -> Tensor:
+        return 1.5 * super().forward(hidden_states, *more)
+
+
+@pytest.mark.parametrize("where", ["a subclass", "the class", "its call"])
+def test_a_block_with_more_code_around_its_own_is_called(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of("longhorn"), ids()
+    if where == "a subclass":
+        model.model.layers[1].__class__ = Steered
+    else:
+        name = "forward" if where == "the class" else "__call__"
+        own = getattr(SSMBlock, name)
+        monkeypatch.setattr(SSMBlock, name, lambda self, *given: 1.5 * own(self, *given))
+    assert distance(decode(model, x), layered(model, x)) <= 1e-5

@@ -36,11 +36,20 @@ _EXTRAS = {
     "scikit-learn": "digits",
 }
 
-# by system, processor and compiler, the row of docs/machines.md, whose last cell says what was run
+# by system, processor, and compiler or accelerator: the row of docs/machines.md, whose last cell says
+# what was run
 _MACHINES = {
     ("linux", "x86_64", "gcc"): ("Linux x86-64", "gcc", "all tests"),
     ("linux", "x86_64", "clang"): ("Linux x86-64", "clang", "the C kernels' tests"),
     ("linux", "x86_64", ""): ("Linux x86-64", "none", "the tests of `eager`"),
+    ("linux", "aarch64", "gcc"): ("Linux ARM64", "gcc", "the C kernels' tests, emulated"),
+    ("linux", "aarch64", "clang"): ("Linux ARM64", "clang", "the C kernels' tests, emulated"),
+    ("linux", "x86_64", "cuda"): (
+        *("Linux x86-64, NVIDIA GPU", "gcc, Triton", "the tests of `make test-gpu`, on an H200"),
+    ),
+    ("darwin", "arm64", "mps"): (
+        *("macOS, Apple GPU (`mps`)", "none", "played on Linux, not run on a Mac"),
+    ),
     ("darwin", "arm64", "clang"): ("macOS", "clang", "played on Linux, not run on a Mac"),
     ("win32", "amd64", ""): ("Windows", "none", "played on Linux: loading, generating by `eager`"),
 }
@@ -71,7 +80,8 @@ def examine_machine(device: str | None = None) -> dict[str, Any]:
 
     place = usable_device(device)
     missing = dispatch.compiler_missing()
-    here = (sys.platform, platform.machine().lower(), native.compiler())
+    kind = native.compiler() if place.type == "cpu" else place.type
+    here = (sys.platform, platform.machine().lower(), kind)
     *row, run = _MACHINES.get(
         here, (*filter(None, here), "not tried; docs/machines.md has what was")
     )

@@ -14,7 +14,7 @@ from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import MLP, Dropout, DropPath
 from ssmzoo.modeling.mixer import SSMMixer, read_backwards, second_mixer
-from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError
+from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, is_watched
 from ssmzoo.modeling.norms import (
     BatchNorm,
     LayerNorm,
@@ -87,6 +87,11 @@ class SSMBlock(GradientCheckpointingLayer):
             and (not x.is_cpu or mixer.next_is_written(state))
         )
 
+    def runs_its_own_code(self) -> bool:
+        """Return whether a call runs :meth:`forward` as it stands here, and nothing else."""
+        kind = type(self)
+        return (kind.forward, kind.__call__) == _OWN_CODE and not is_watched(self)
+
     def _layered(self, x: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
         # what the norms must leave out of their statistics
         real = (packing.real(),) if self.counts_tokens and packing is not None else ()
@@ -145,6 +150,9 @@ class SSMBlock(GradientCheckpointingLayer):
         if self.prenorm:
             return y, normed
         return (norm(y, *real) if normed is None else normed), None
+
+
+_OWN_CODE = (SSMBlock.forward, SSMBlock.__call__)  # those of a patched class are others
 
 
 def _write_block(

@@ -22,7 +22,7 @@ def selective_checkpointing() -> tuple[AbstractContextManager[Any], AbstractCont
     """Return the contexts of a block whose matrix products and attention are kept.
 
     Norms, convolutions, scans and gates are computed again in the backward pass. The gradients are
-    those of full checkpointing. For models of transformers as for ours::
+    those of full checkpointing; a graph goes backward once. For transformers' models as for ours::
 
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": selective_checkpointing}

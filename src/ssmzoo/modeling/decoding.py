@@ -20,7 +20,7 @@ from torch.nn.modules import module as module_hooks
 
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.layer_state import LayerState
-from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError, is_watched
+from ssmzoo.modeling.module_parts import FORMATS, ModuleParts, State, UnservedError
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo_kernels.dispatch import decodes_on_cpu, takes_kernels
 from ssmzoo_kernels.few_rows_linear import MOST_ROWS
@@ -241,7 +241,9 @@ class JoinedLayers:
             return None
         names = sorted(state.initial)
         states = [state.initial[name] for name in names]
-        if is_watched(layer) or not _may_decode(known, x, states, state.checked_code):
+        if not layer.runs_its_own_code():
+            return None
+        if not _may_decode(known, x, states, state.checked_code):
             return None
         step = known.step
         if step is None or not step.fits(x, states):

@@ -174,6 +174,6 @@ def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run
     change = ""
     if accumulate is not None:
         change = f" --set train.accumulate={accumulate}"
-    elif not options.gradient_checkpointing:
+    elif options.gradient_checkpointing is not True:
         change = " --set train.gradient_checkpointing=true"
     return f"{text}; {kept}to go on: {_resuming(folder)}{change}"
