@@ -40,6 +40,8 @@ INLINE words widened(halves x) {
   if (LANES == 16) CONVERTED(__m256i, __m512i, words, _mm512_cvtepu16_epi32);
 #elif defined(__AVX2__)
   if (LANES == 8) CONVERTED(__m128i, __m256i, words, _mm256_cvtepu16_epi32);
+#elif defined(NEON)
+  if (LANES == 4) CONVERTED(uint16x4_t, uint32x4_t, words, vmovl_u16);
 #endif
   return __builtin_convertvector(x, words);
 }
@@ -53,6 +55,8 @@ INLINE vec from_float16(halves x) {
   if (LANES == 16) CONVERTED(__m256i, __m512, vec, _mm512_cvtph_ps);
 #elif defined(__F16C__)
   if (LANES == 8) CONVERTED(__m128i, __m256, vec, _mm256_cvtph_ps);
+#elif defined(NEON)
+  if (LANES == 4) CONVERTED(float16x4_t, float32x4_t, vec, vcvt_f32_f16);
 #endif
   words bits = widened(x);
   words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
@@ -68,6 +72,10 @@ INLINE vec from_int8(bytes x) {
 #elif defined(__AVX2__)
 #define FLOATS(narrow) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow))
   if (LANES == 8) CONVERTED(__m128i, __m256, vec, FLOATS);
+#elif defined(NEON)
+#define FLOATS(narrow) \
+  vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(narrow))))))
+  if (LANES == 4) CONVERTED(int32_t, float32x4_t, vec, FLOATS);
 #endif
   return __builtin_convertvector(x, vec);
 }
@@ -155,7 +163,8 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
   const int64_t size = type == AS_REAL ? (int64_t)sizeof(REAL) : type == INT8 ? 1 : 2;
   const int64_t line = 64 / size; /* numbers of a line of the cache */
   int64_t lines = inputs / line * line, whole = inputs / LANES * LANES;
-  /* rows are short: the CPU's own prefetching would begin anew with each few of them */
+  /* rows are short: the CPU's own prefetching would begin anew with each few of them. The next ones are
+   * asked for in the order in which they lie in memory, which is the fastest but for the longest ones. */
   int64_t ahead = together > 1 ? together * inputs * size : STREAM_BYTES;
   for (int64_t o = first; o < last; o += together) {
     const char *row[4];
@@ -175,7 +184,9 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
     }                                                                                       \
   } while (0)
     for (int64_t i = 0; i < lines; i += line) {
-      UNROLL for (int r = 0; r < together; r++) __builtin_prefetch(row[r] + i * size + ahead);
+      const char *next = row[0] + ahead + i * size * together;
+      UNROLL for (int r = 0; r < together; r++)
+        __builtin_prefetch(type == AS_REAL ? row[r] + i * size + ahead : next + 64 * r);
       UNROLL for (int64_t n = 0; n < line; n += LANES) TAKE(i + n);
     }
     for (int64_t i = lines; i < whole; i += LANES) TAKE(i);
@@ -200,7 +211,13 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 /* A part of a product with more rows: weights as REAL, a row an output, which all rows of x read from
  * the nearest cache. What lies behind it is asked for meanwhile, from row to row of x a few rows of it. */
 enum { TILE_ROWS = 64, TILE_OUTPUTS = 16, TILE_INPUTS = 256 };
-enum { TOGETHER = VEC_BYTES == 64 ? 4 : 2 }; /* outputs whose sums for six rows fit the registers */
+enum {
+#ifdef MANY_REGISTERS
+  TOGETHER = 4 /* outputs whose sums for six rows fit the registers */
+#else
+  TOGETHER = 2
+#endif
+};
 typedef struct {
   const REAL *weights;
   int64_t row, outputs, inputs;
@@ -212,7 +229,7 @@ typedef struct {
 #ifdef __x86_64__
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
 #else
-#define IN_REGISTER(x) (void)(x)
+#define IN_REGISTER(x) IN_TURN(x)
 #endif
 
 /* Add the products of a tile to the sums of a few rows; ask for the rows of what lies behind the tile

@@ -5,7 +5,7 @@
 #include "vector.h"
 
 enum {
-#ifdef __AVX512F__
+#ifdef MANY_REGISTERS
   WIDE = 4 /* vectors of a block of sums that stays in registers */
 #else
   WIDE = 2
@@ -27,7 +27,9 @@ INLINE void block(REAL *to, int64_t to_row, const REAL *factor, int64_t factor_s
     vec x[WIDE];
     UNROLL for (int c = 0; c < vectors; c++) x[c] = load(b + i * b_row + c * LANES);
     UNROLL for (int r = 0; r < rows; r++) {
-      vec y = splat(a[r * a_row + i * a_column]);
+      REAL value = a[r * a_row + i * a_column];
+      IN_TURN(value);
+      vec y = splat(value);
       UNROLL for (int c = 0; c < vectors; c++)
         sum[r][c] = minus ? sum[r][c] - y * x[c] : sum[r][c] + y * x[c];
     }

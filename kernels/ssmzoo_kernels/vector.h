@@ -18,6 +18,10 @@
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#include <arm_neon.h>
+#define NEON
+#endif
 #ifdef __AVX512F__
 #define VEC_BYTES 64
 #elif defined(__AVX__)
@@ -25,13 +29,31 @@
 #else
 #define VEC_BYTES 16
 #endif
+#if defined(__AVX512F__) || defined(NEON)
+#define MANY_REGISTERS /* 32 of them, else 16 */
+#endif
+
+/* Let a number be loaded after the one before it. GCC loads all that a block of sums is multiplied with
+ * first, in more registers than NEON has. */
+#ifdef NEON
+#define IN_TURN(x) __asm__ volatile("" : "+w"(x))
+#else
+#define IN_TURN(x) (void)(x)
+#endif
 
 typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
 typedef __typeof__((vec){0} < (vec){0}) mask; /* signed integers of REAL's size */
 
 enum { LANES = VEC_BYTES / sizeof(REAL) };
 
+/* Arrays of vectors are registers once the loops over them are gone. Clang 14 takes a number as a wish,
+ * and would tell of loops that some callers alone let it unroll. */
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#pragma clang diagnostic ignored "-Wpass-failed"
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec splat(REAL x) { return x - (vec){0}; }
@@ -90,7 +112,7 @@ INLINE void transpose(vec *rows) {
   }
 }
 
-/* a b + c, rounded once with AVX-512 or FMA; elsewhere the compiler may choose. GCC 13 leaves it to the loop around an expression whether
+/* a b + c, rounded once with AVX-512, FMA or NEON; elsewhere the compiler may choose. GCC 13 leaves it to the loop around an expression whether
  * it rounds once or twice (Zen 4), and then a sum's bits depend on what is summed beside it. */
 INLINE vec multiply_add(vec a, vec b, vec c) {
 #ifdef __AVX512F__
@@ -99,12 +121,33 @@ INLINE vec multiply_add(vec a, vec b, vec c) {
 #elif defined(__FMA__)
   if (sizeof(REAL) == 4) return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
   return (vec)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(NEON)
+  if (sizeof(REAL) == 4)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  return (vec)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
 #else
   return a * b + c;
 #endif
 }
 
-INLINE vec at_most(vec x, REAL bound) { return pick(x > splat(bound), splat(bound), x); }
+/* NaN stays NaN. */
+INLINE vec at_most(vec x, REAL bound) {
+#ifdef NEON
+  if (sizeof(REAL) == 4) return (vec)vminq_f32((float32x4_t)x, (float32x4_t)splat(bound));
+  return (vec)vminq_f64((float64x2_t)x, (float64x2_t)splat(bound));
+#else
+  return pick(x > splat(bound), splat(bound), x);
+#endif
+}
+
+INLINE vec at_least(vec x, REAL bound) {
+#ifdef NEON
+  if (sizeof(REAL) == 4) return (vec)vmaxq_f32((float32x4_t)x, (float32x4_t)splat(bound));
+  return (vec)vmaxq_f64((float64x2_t)x, (float64x2_t)splat(bound));
+#else
+  return pick(x < splat(bound), splat(bound), x);
+#endif
+}
 
 /* The sum of the lanes: upper halves are added to lower ones, vector by vector; where scalars are
  * added so, GCC 13 takes wrong lanes (float64, AVX-512, two sums side by side). */
@@ -142,8 +185,7 @@ INLINE vec exponential(vec x) {
                                   1.0 / 479001600, 1.0 / 6227020800};
   const int terms = wide ? 13 : 7;
   mask over = x > splat(high);
-  x = pick(over, splat(high), x);
-  x = pick(x < splat(low), splat(low), x);
+  x = at_least(at_most(x, high), low);
   vec shifted = x * splat((REAL)1.4426950408889634) + splat(shift); /* n in the low bits */
   vec n = shifted - splat(shift);
   vec r = x - n * splat(ln2_high) - n * splat(ln2_low);
@@ -182,8 +224,7 @@ INLINE Power power(vec x) {
 #else
   const REAL high = wide ? 1024 : 128, low = wide ? -1023 : -127;
   const REAL shift = wide ? 0x1.8p52 : 0x1.8p23;
-  x = pick(x > splat(high), splat(high), x);
-  x = pick(x < splat(low), splat(low), x);
+  x = at_least(at_most(x, high), low);
   vec n = (x + splat(shift)) - splat(shift);
 #endif
   vec r = x - n, sum = splat(wide ? (REAL)series[last] : (REAL)least[last]);

@@ -1,16 +1,21 @@
-"""The C kernels compiled for narrower vectors than this CPU has, and by another compiler.
+"""The C kernels compiled for narrower vectors than this CPU has, by another compiler, and for ARM.
 
 Every op with a C kernel, briefly: as exact as the reference, and what NaN and infinity reach. For
-this CPU each op's own tests say more.
+this CPU each op's own tests say more. For ARM the kernels are only compiled, unless this is one:
+``emulated.csv`` has what they gave there.
 """
 
+import csv
 import os
+import platform
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import emulated
 from tests.kernels.contracts import CONTRACTS
 from tests.kernels.test_few_rows_linear import *  # noqa: F403
 from tests.kernels.test_token_step import (  # noqa: F401
@@ -29,6 +34,10 @@ TARGETS = {
     "x86-64-v3": {"SSMZOO_ARCH": "x86-64-v3"},
     "clang": {"CC": "clang"},
 }
+if platform.machine() in ("aarch64", "arm64"):
+    TARGETS = {"what is asked for": {}}  # there is one width of vectors; emulated.py names targets
+# clang has its OpenMP's header for this CPU alone; threads are then a parameter that nothing uses
+FLAGS = {"gcc": ("-fopenmp",), "clang": ("-Wno-unused-parameter",)}
 CHECKS = (
     "test_other_dtypes_are_as_exact_as_the_reference",
     "test_outputs_and_gradients_are_as_exact_as_the_reference",
@@ -100,7 +109,8 @@ def cases():
 
 def test_the_kernels_are_compiled_for_the_target_that_was_asked_for():
     assert f"-march={os.environ.get('SSMZOO_ARCH') or 'native'}" in native._flags()
-    assert native._compiler()[0] == os.environ.get("CC", native._compiler()[0])
+    compiler = " ".join(native._compiler())
+    assert compiler == os.environ.get("CC", compiler)
 
 
 @pytest.mark.parametrize(("contract", "check", "case"), [*cases()])
@@ -108,3 +118,33 @@ def test_the_contract(built, contract, check, case):
     getattr(contract(), check)(case)
     own = {path.stem for path in (KERNELS / contract.declaration.name).glob("*.c")}
     assert built >= own
+
+
+class TestARM:
+    """What can be said of ARM without one."""
+
+    @pytest.fixture(autouse=True)
+    def built(self):
+        """Build no library to load."""
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("real", ["float", "double"])
+    @pytest.mark.parametrize("compiler", emulated.COMPILERS)
+    def test_the_sources_compile_without_warnings(self, compiler, real, tmp_path):
+        if not emulated.installed(compiler):
+            pytest.skip(f"no {compiler} for ARM is installed")
+        for source in sorted(KERNELS.rglob("*.c")):
+            command = [
+                *emulated.COMPILERS[compiler].split(), "-O1", "-std=gnu11", "-Wall", "-Wextra",
+                "-Werror", "-Wno-psabi", *FLAGS[compiler], f"-DREAL={real}", "-DCHUNK=16",
+                "-DPAIRS=1", f"-I{KERNELS}", f"-I{KERNELS / 'scan'}",
+                "-c", str(source), "-o", str(tmp_path / "x.o"),
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+    def test_the_committed_runs_failed_nowhere(self):
+        rows = [*csv.DictReader(emulated.TABLE.read_text("utf-8").splitlines())]
+        assert {row["target"] for row in rows} == {*emulated.TARGETS}
+        assert not any(int(row["failures"]) for row in rows)
+        assert all(int(row["tests"]) > 300 for row in rows)

@@ -10,7 +10,7 @@
  */
 #include "vector.h"
 
-enum { SPAN = 128, VECTORS = 16, BLOCK = VECTORS * LANES };
+enum { SPAN = 128, PIECE = 16, VECTORS = 16, BLOCK = VECTORS * LANES };
 
 typedef struct {
   const REAL *x, *weight, *bias, *initial;
@@ -127,7 +127,13 @@ int conv_forward(const Inputs *in, REAL *out, REAL *final, int threads) {
   return failed;
 }
 
-/* `before` holds vectors [token][VECTORS] from the token span.first - taps + 1 on. */
+/* Move the sums of a piece to those of the span; one long sum would err more than the reference's. */
+INLINE void move_sums(vec *piece, vec *sums, int64_t count) {
+  for (int64_t i = 0; i < count; i++) sums[i] += piece[i], piece[i] = (vec){0};
+}
+
+/* `before` holds vectors [token][VECTORS] from the token span.first - taps + 1 on; sums are those of the
+ * span, [taps + 1][VECTORS], and those of its last PIECE tokens. */
 INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, int64_t taps,
                           int64_t channel, REAL *parts, vec *before, vec *sums, vec *filters,
                           const REAL **rows) {
@@ -135,9 +141,12 @@ INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, in
   int64_t begin = in->offsets[s], end = in->offsets[s + 1], reach = taps - 1;
   read_filters(in, taps, channel, filters);
   memset(before, 0, sizeof(vec) * VECTORS * (size_t)(SPAN + 2 * reach));
-  memset(sums, 0, sizeof(vec) * VECTORS * (size_t)(taps + 1));
+  int64_t count = VECTORS * (taps + 1);
+  vec *piece = sums + count;
+  memset(sums, 0, sizeof(vec) * 2 * (size_t)count);
   if (grad->out)
     for (int64_t t = span.first; t < smaller(span.last + reach, end); t++) {
+      if ((t - span.first) % PIECE == 0) move_sums(piece, sums, count);
       for (int64_t j = 0; j < taps; j++) rows[j] = input(in, s, t - reach + j, channel);
       const REAL *from = grad->out + t * grad->stride_out + channel;
       vec *to = before + (t - span.first + reach) * VECTORS;
@@ -151,10 +160,11 @@ INLINE void backward_span(const Inputs *in, const Gradients *grad, Span span, in
         to[v] = g;
         if (t >= span.last) continue;
         UNROLL for (int64_t j = 0; j < taps; j++)
-          sums[j * VECTORS + v] += g * load_some(rows[j] + c, left);
-        sums[taps * VECTORS + v] += g;
+          piece[j * VECTORS + v] += g * load_some(rows[j] + c, left);
+        piece[taps * VECTORS + v] += g;
       }
     }
+  move_sums(piece, sums, count);
   /* the first span of a segment also answers for the inputs before it */
   for (int64_t t = span.first - (span.first == begin ? reach : 0); t < span.last; t++) {
     REAL *to = NULL;
@@ -189,10 +199,10 @@ int conv_backward(const Inputs *in, const Gradients *grad, int threads) {
   int failed = !parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    int64_t size = VECTORS * (SPAN + 2 * taps + 2 * (taps + 1));
+    int64_t size = VECTORS * (SPAN + 2 * taps + 3 * (taps + 1));
     vec *memory = parts ? scratch(size * sizeof(vec) + taps * sizeof(REAL *)) : NULL;
     vec *before = memory, *sums = before + VECTORS * (SPAN + 2 * taps);
-    vec *filters = sums + VECTORS * (taps + 1);
+    vec *filters = sums + 2 * VECTORS * (taps + 1);
     const REAL **rows = (const REAL **)(memory + size);
     if (!memory) {
 #pragma omp atomic write

@@ -8,8 +8,8 @@
 #include "companion.h"
 #include "diagonal.h"
 #include "linear.h"
-#ifdef _OPENMP
-#include <omp.h>
+#ifdef _OPENMP /* clang without libomp's package has no omp.h */
+int omp_get_thread_num(void), omp_get_num_threads(void);
 #endif
 
 enum {

@@ -36,7 +36,7 @@ _EXTRAS = {
     "scikit-learn": "digits",
 }
 
-# by system, processor, and compiler or accelerator: the row of docs/machines.md, whose last cell says
+# by system, processor, and compiler or accelerator: the row of docs/machines.md; its last cell says
 # what was run
 _MACHINES = {
     ("linux", "x86_64", "gcc"): ("Linux x86-64", "gcc", "all tests"),
