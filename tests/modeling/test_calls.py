@@ -51,21 +51,22 @@ def language_model(name, layers):
 
 
 # by family: calls of a forward pass of one layer without a cache, calls of a decoding
-# step of four layers (in one call each, but those of S4, S5 and H3, of DSS where modes grow, and of
+# step of four layers (in one call of C, but those of S4, S5 and H3, of DSS where modes grow, and of
 # B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
 # asks for every token whether what has no program has changed, linear attention's norm whether it
-# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them
+# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them,
+# the backbone for every token whether a layer runs in one call with the layer before
 MOST = {
-    "longhorn": (53, 108),
-    "coffee": (68, 108),
-    "h3": (197, 259),
-    "s4": (163, 171),
-    "s5": (49, 175),
-    "dss": (99, 252),
-    "rtf": (112, 128),
-    "spacetime": (93, 124),
-    "bmojo": (230, 156),
-    "linear_attention": (79, 108),
+    "longhorn": (53, 114),
+    "coffee": (64, 114),
+    "h3": (197, 268),
+    "s4": (163, 180),
+    "s5": (49, 184),
+    "dss": (99, 261),
+    "rtf": (112, 134),
+    "spacetime": (93, 130),
+    "bmojo": (230, 162),
+    "linear_attention": (79, 114),
 }
 
 

@@ -79,8 +79,8 @@ class Writer:
         self.dtype = dtype
         self.weights: list[Tensor] = []
         self.width = self.work = 0
-        self._list: list[cpu.Instruction] = []
-        self._code: ctypes.Array[cpu.Instruction] | None = None
+        self.list: list[cpu.Instruction] = []
+        self.code: ctypes.Array[cpu.Instruction] | None = None
 
     def input(self, tensor: int, dtype: torch.dtype, width: int) -> Value:
         """Read a given tensor, ``[B, width]``."""
@@ -206,13 +206,6 @@ class Writer:
         """Run the instructions; see :func:`run_programs`."""
         run_programs([(self, tensors)], rows)
 
-    def compiled(self) -> ctypes.Array[cpu.Instruction]:
-        """Return the instructions as C reads them."""
-        code = self._code
-        if code is None:
-            code = self._code = (cpu.Instruction * len(self._list))(*self._list)
-        return code
-
     def _type(self, dtype: torch.dtype) -> int:
         if dtype is not self.dtype and dtype not in HALVES:
             raise ValueError(f"Program: tensors must be {self.dtype} or of 16 bits, got {dtype}")
@@ -251,7 +244,7 @@ class Writer:
             )
         made.size[: len(size)] = list(size)
         made.number[: len(numbers)] = list(numbers)
-        self._list.append(made)
+        self.list.append(made)
         return out
 
 
@@ -273,7 +266,9 @@ def run_programs(calls: Sequence[tuple[Writer, Sequence[Tensor]]], rows: int) ->
     for part, (program, tensors) in zip(parts, calls, strict=True):
         places = (ctypes.c_void_p * len(tensors))(*[x.data_ptr() for x in tensors])
         given.append(places)
-        code = program.compiled()
+        code = program.code
+        if code is None:
+            code = program.code = (cpu.Instruction * len(program.list))(*program.list)
         part.list, part.count, part.width = ctypes.addressof(code), len(code), program.width
         part.given = ctypes.addressof(places)
         work = max(work, program.work)

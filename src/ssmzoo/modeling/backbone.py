@@ -361,13 +361,16 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = packing.flat(hidden_states)
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
-        joins = packing is None and passing is None and not output_hidden_states
-        joined = JoinedLayers()
+        joined = None
+        if hidden_states.shape[1] == 1 and packing is passing is None and not output_hidden_states:
+            joined = JoinedLayers()
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=False)):
-            if joins and (y := joined.take(layer, hidden_states, state)) is not None:
-                hidden_states = y
-                continue
-            joined.run()
+            if joined is not None:
+                if (y := joined.take(layer, hidden_states, state)) is not None:
+                    hidden_states = y
+                    continue
+                if joined.calls:
+                    joined.run()
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 given = hidden_states if packing is None else packing.batch(hidden_states, batch)
@@ -376,7 +379,8 @@ class SSMModel(SSMPreTrainedModel):
             if passing is not None:
                 passing.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
-        joined.run()
+        if joined is not None and joined.calls:
+            joined.run()
         if isinstance(self.norm, BatchNorm) and packing is not None:
             hidden_states = self.norm(hidden_states, packing.real())
         elif self.norm is not None:

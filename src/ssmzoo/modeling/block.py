@@ -63,7 +63,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
     ) -> Tensor:
         """Map ``[B, L, D]`` to ``[B, L, D]``."""
-        if self.writes(hidden_states, state, packing):
+        if hidden_states.shape[1] == 1 and self.writes(hidden_states, state, packing):
             return token_of_layer(
                 self,
                 _write_block,

@@ -209,20 +209,24 @@ def _next_states(
     names: Sequence[str], states: Sequence[Tensor], in_place: frozenset[str]
 ) -> list[Tensor]:
     """Return the states that a program changes: copies, but of those that may be written over."""
-    return [
-        state if name in in_place and _writable(state) else state.clone()
-        for name, state in zip(names, states, strict=True)
-    ]
+    changed = []
+    for name, state in zip(names, states, strict=True):
+        own = name in in_place and _writable(state)
+        changed.append(state if own else state.clone())
+    return changed
 
 
 class JoinedLayers:
     """The tokens of layers that follow one another, in one call of C.
 
     Between two calls of C the memory, for which decoding waits, has nothing to do.
+
+    Attributes:
+        calls: The programs of layers that were taken and not run yet, and their tensors.
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[_Step, list[Tensor]]] = []
+        self.calls: list[tuple[_Step, list[Tensor]]] = []
         self._layers: list[tuple[Any, LayerState]] = []
 
     def take(self, layer: Any, x: Tensor, state: LayerState) -> Tensor | None:
@@ -248,21 +252,19 @@ class JoinedLayers:
         step = known.step
         if step is None or not step.fits(x, states):
             return None
-        if self._calls and self._calls[0][0].program.dtype is not step.program.dtype:
+        if self.calls and self.calls[0][0].program.dtype is not step.program.dtype:
             return None
         changed = _next_states(names, states, layer.mixer.written_in_place)
         tensors = step.tensors(x, changed)
-        self._calls.append((step, tensors))
+        self.calls.append((step, tensors))
         self._layers.append((layer, state))
         state.final.update(zip(names, changed, strict=True))
         return tensors[1]
 
     def run(self) -> None:
         """Run the layers that were taken."""
-        calls, layers = self._calls, self._layers
-        if not calls:
-            return
-        self._calls, self._layers = [], []
+        calls, layers = self.calls, self._layers
+        self.calls, self._layers = [], []
         try:
             _run(calls)
         except FloatingPointError:  # a layer's own code has the better message
