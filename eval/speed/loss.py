@@ -26,14 +26,13 @@ def step(skip: bool, checkpointing: str, autocast: bool) -> dict[str, float]:
     import torch
 
     from ssmzoo import load_family
-    from ssmzoo.modeling import selective_checkpointing
+    from ssmzoo.modeling.compat import enable_gradient_checkpointing
 
     family = load_family(PRESET.partition("-")[0])
     torch.manual_seed(0)
     model = family.causal_lm_class(family.config(PRESET, vocab_size=WORDS)).train()
     if checkpointing != "none":
-        kept = {"context_fn": selective_checkpointing} if checkpointing == "selective" else {}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
+        enable_gradient_checkpointing(model, selective=checkpointing == "selective")
     for rows, length in ((1, 64), (ROWS, LENGTH)):
         ids = torch.randint(WORDS, (rows, length))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -75,7 +75,6 @@ _TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).probe((ctypes.c_double * 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _failed: dict[Path, str] = {}  # by folder in which a build failed that succeeded elsewhere, why
-_lacks: list[str] = []  # what kernels are built without, each with why and the way out
 
 
 class _OutOfTimeError(RuntimeError):
@@ -102,8 +101,12 @@ def compiler() -> str:
 
 
 def lacks() -> str:
-    """Return what kernels are built without here, why, and the way out, or an empty string."""
-    return "; ".join(_lacks)
+    """Return what kernels are built without here, why, and the way out, or an empty string.
+
+    Raises:
+        RuntimeError: None can be built; :func:`missing` says why.
+    """
+    return "; ".join(_settings()[1])
 
 
 @functools.cache
@@ -194,23 +197,29 @@ def _without_memory(x: Tensor) -> TypeError:
     return TypeError(f"kernels read tensors that have memory, got a {type(x).__name__}")
 
 
-@functools.cache
 def _flags() -> tuple[str, ...]:
-    """Return the flags that this compiler takes, found by building probes."""
-    target = _target()
+    """Return the flags that this compiler takes."""
+    return _settings()[0]
+
+
+@functools.cache
+def _settings() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return this compiler's flags, found by building probes, and what kernels then lack."""
+    target, lacks = _target()
     try:
         flags = (*_BASE, *target, *_openmp())
         _build("threads", _PROBE, flags)
     except _OutOfTimeError:
         raise
     except RuntimeError as error:
-        _tell_of_lack(f"C kernels run on one thread: {error}")
-        return (*_BASE, *target)
-    return flags
+        flags, lacks = (*_BASE, *target), (*lacks, f"C kernels run on one thread: {error}")
+    for what in lacks:
+        _log.warning("%s", what)
+    return flags, lacks
 
 
-def _target() -> tuple[str, ...]:
-    """Return the flag for this CPU, or the user's target; none where the compiler has none."""
+def _target() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the flag for this CPU or the user's target, and a line where the compiler has none."""
     if wanted := os.environ.get("SSMZOO_ARCH"):
         _check_target(wanted)
         targets = [(f"-march={wanted}",)]
@@ -226,9 +235,9 @@ def _target() -> tuple[str, ...]:
         except RuntimeError as error:
             why = error
             continue
-        if not target:
-            _tell_of_lack(f"C kernels are built without -march=native: {why}")
-        return target
+        if target:
+            return target, ()
+        return target, (f"C kernels are built without -march=native: {why}",)
     raise why
 
 
@@ -251,11 +260,6 @@ def _openmp() -> tuple[str, ...]:
         raise RuntimeError(f"clang's code needs LLVM's OpenMP, which torch has not; {way_out}")
     # clang's own -fopenmp would link a second one
     return ("-Xclang", "-fopenmp", *(["-Wl,-undefined,dynamic_lookup"] if mac else []))
-
-
-def _tell_of_lack(what: str) -> None:
-    _lacks.append(what)
-    _log.warning("%s", what)
 
 
 def _check_target(target: str) -> None:

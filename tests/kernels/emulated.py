@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.kernels.sanitizers import _chosen
+from tests.kernels.sanitizers import c_kernels_tests, run_pytest
 
 HERE = Path(__file__).parent
 TABLE = HERE / "emulated.csv"
@@ -69,17 +69,8 @@ def run(
         environment = os.environ | {"CC": COMPILERS[compiler], "SSMZOO_ARCH": target}
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
         environment |= {"XDG_CACHE_HOME": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [_python(root, Path(scratch)), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, "-m", "not slow and not gpu", *arguments],
-            cwd=PROJECT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        chosen = ("-m", "not slow and not gpu", *arguments)
+        done = run_pytest(_python(root, Path(scratch)), chosen, environment, seconds)
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?)", done.stdout)}
     if done.returncode not in (0, 1) or not counts:
         raise RuntimeError(f"the tests did not end:\n{done.stdout[-10_000:]}")
@@ -111,7 +102,9 @@ def main() -> None:
     parser.add_argument("--compiler", choices=COMPILERS, action="append")
     parser.add_argument("--target", action="append")
     options, arguments = parser.parse_known_args()
-    tests = _chosen() if options.all else [str(HERE / "test_targets.py"), "-k", "not TestARM"]
+    tests = (
+        c_kernels_tests() if options.all else [str(HERE / "test_targets.py"), "-k", "not TestARM"]
+    )
     commit, emulator = _line("git", "rev-parse", "--short", "HEAD"), _line(EMULATOR, "--version")
     write = csv.writer(sys.stdout).writerow
     for compiler in options.compiler or [x for x in COMPILERS if installed(x)]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,16 +72,8 @@ def run(*arguments: str, seconds: int = 7200) -> Outcome:
         environment |= {"CC": " ".join((name, *FLAGS)), "SSMZOO_BUILD_SECONDS": "1200"}
         environment |= {"LD_PRELOAD": ":".join(_libraries(name))}
         # what pytest captures is lost where the process ends
-        command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-        done = subprocess.run(
-            [*command, *(arguments or _chosen())],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        chosen = ("-s", *(arguments or c_kernels_tests()))
+        done = run_pytest(sys.executable, chosen, environment, seconds)
     output, findings = done.stdout[-10_000:], len(FINDING.findall(done.stdout))
     if done.returncode and not findings:
         raise RuntimeError(f"the tests failed, and not by a finding:\n{output}")
@@ -88,7 +81,23 @@ def run(*arguments: str, seconds: int = 7200) -> Outcome:
     return Outcome(version, int(passed[1]) if passed else 0, findings, output)
 
 
-def _chosen() -> list[str]:
+def run_pytest(
+    python: str | Path, arguments: Sequence[str], environment: Mapping[str, str], seconds: int
+) -> subprocess.CompletedProcess[str]:
+    """Run tests by some Python in a process of its own; its errors are in its output, too."""
+    return subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=HERE.parents[1],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+    )
+
+
+def c_kernels_tests() -> list[str]:
     """Return the tests of the C kernels as pytest's arguments."""
     files = sorted(HERE.glob("test_*.py"))
     held = [x for x in files if "(contracts." in x.read_text("utf-8")]

@@ -22,7 +22,7 @@ from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (
-    native.missing, native.library, native._flags, native._compiler, native._version,
+    native.missing, native.library, native._settings, native._compiler, native._version,
     native._machine, machine._folder_of, native._tell_of_the_private_folder,
     dispatch.compiler_missing, dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing,
     dispatch._warn_of_slowness, cpu.load, predictor.load,
@@ -53,7 +53,6 @@ def forget():
     for function in CACHED:
         function.cache_clear()
     native._failed.clear()
-    native._lacks.clear()
     dispatch._failures.clear()
 
 

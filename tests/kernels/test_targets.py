@@ -53,7 +53,6 @@ def forget():
             for function in vars(module).values():
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
-    native._lacks.clear()
 
 
 @pytest.fixture(

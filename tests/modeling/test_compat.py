@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import modeling_outputs
 
-from ssmzoo.modeling import checkpointing, selective_checkpointing
+from ssmzoo.modeling import checkpointing
 from ssmzoo.modeling.compat import CACHE, enable_gradient_checkpointing
 from ssmzoo_longhorn import FAMILY
 
 
-@pytest.mark.parametrize("options", [{}, {"context_fn": selective_checkpointing}])
-def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(options, monkeypatch):
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(selective, monkeypatch):
     monkeypatch.setattr(checkpointing, "WIDTH", 1)
     torch.manual_seed(0)
     model = FAMILY.causal_lm_class(FAMILY.config(**FAMILY.tiny)).train()
@@ -18,7 +18,7 @@ def test_checkpointing_is_on_after_enabling_and_changes_no_gradient(options, mon
     model(ids, labels=ids).loss.backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    enable_gradient_checkpointing(model, **options)
+    enable_gradient_checkpointing(model, selective=selective)
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
     model(ids, labels=ids).loss.backward()
     for parameter, expected in zip(model.parameters(), plain, strict=True):

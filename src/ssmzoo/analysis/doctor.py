@@ -45,10 +45,14 @@ _MACHINES = {
     ("linux", "aarch64", "gcc"): ("Linux ARM64", "gcc", "the C kernels' tests, emulated"),
     ("linux", "aarch64", "clang"): ("Linux ARM64", "clang", "the C kernels' tests, emulated"),
     ("linux", "x86_64", "cuda"): (
-        *("Linux x86-64, NVIDIA GPU", "gcc, Triton", "the tests of `make test-gpu`, on an H200"),
+        "Linux x86-64, NVIDIA GPU",
+        "gcc, Triton",
+        "the tests of `make test-gpu`, on an H200",
     ),
     ("darwin", "arm64", "mps"): (
-        *("macOS, Apple GPU (`mps`)", "none", "played on Linux, not run on a Mac"),
+        "macOS, Apple GPU (`mps`)",
+        "none",
+        "played on Linux, not run on a Mac",
     ),
     ("darwin", "arm64", "clang"): ("macOS", "clang", "played on Linux, not run on a Mac"),
     ("win32", "amd64", ""): ("Windows", "none", "played on Linux: loading, generating by `eager`"),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import modeling_outputs
 
+from ssmzoo.modeling.checkpointing import selective_checkpointing
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -90,8 +92,14 @@ def renamed_cache(arguments: dict[str, Any], name: str = CACHE) -> str | None:
     return found if found != name else None
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel, **options: Any) -> None:
-    """Let a model compute its activations again in the backward pass, without reentrance."""
+def enable_gradient_checkpointing(model: PreTrainedModel, *, selective: bool = False) -> None:
+    """Let a model compute its activations again in the backward pass, without reentrance.
+
+    Args:
+        model: The model.
+        selective: Keep what :func:`selective_checkpointing` keeps.
+    """
+    options = {"context_fn": selective_checkpointing} if selective else {}
     # 5.23 has renamed it and warns about the old name
     renamed = getattr(model, "activation_checkpointing_enable", None)
     (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False, **options})

@@ -241,16 +241,13 @@ class JoinedLayers:
             state: Its state.
         """
         known: Decoding | None = layer.__dict__.get(DECODING)
-        if known is None or known.step is None or not layer.writes(x, state, None):
+        if known is None or (step := known.step) is None:
+            return None
+        if not (layer.writes(x, state, None) and layer.runs_its_own_code()):
             return None
         names = sorted(state.initial)
         states = [state.initial[name] for name in names]
-        if not layer.runs_its_own_code():
-            return None
-        if not _may_decode(known, x, states, state.checked_code):
-            return None
-        step = known.step
-        if step is None or not step.fits(x, states):
+        if not (_may_decode(known, x, states, state.checked_code) and step.fits(x, states)):
             return None
         if self.calls and self.calls[0][0].program.dtype is not step.program.dtype:
             return None

@@ -112,12 +112,9 @@ class Learner:
             seed_all(int(np.random.SeedSequence([seed, rank]).generate_state(1)[0]))
         model.train()
         if kind := recipe.train.gradient_checkpointing:
-            from ssmzoo.modeling import selective_checkpointing
             from ssmzoo.modeling.compat import enable_gradient_checkpointing
 
-            selective = kind == "selective"
-            options = {"context_fn": selective_checkpointing} if selective else {}
-            enable_gradient_checkpointing(model, **options)
+            enable_gradient_checkpointing(model, selective=kind == "selective")
         return model
 
     def _add_adapter(self, model: PreTrainedModel, recipe: Recipe) -> StateAdapter | None:
