@@ -4,7 +4,8 @@
 #           ONLY=name,name (for zoo, small: these models),
 #           HUB=organisation, PUBLIC=1, DRY_RUN=1 (for zoo: publish to the Hub, in public, or only list the files),
 #           WORKERS=2 (for test), TESTS='tests/x.py -k name' (for test: these alone, on constraints.txt alone),
-#           RUNS=folder (for cards), VERSION=0.1.0 (for release, upload)
+#           RUNS=folder (for cards), VERSION=0.1.0 (for release, upload),
+#           KERNELS='x86_64 aarch64' (for wheel, release: machines that get a wheel with kernels)
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -18,6 +19,7 @@ PUBLIC ?=
 DRY_RUN ?=
 RUNS ?= runs
 VERSION ?=
+KERNELS ?= $(foreach machine,x86_64 aarch64,$(if $(shell command -v $(machine)-linux-gnu-gcc),$(machine)))
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -126,18 +128,19 @@ pages: $(INSTALLED) ## Write the tables of docs/speed.md, eval/papers.md and eva
 site: $(INSTALLED) ## Build the site of all pages into build/site
 	$(PY) eval/site/build.py
 
-wheel: $(INSTALLED) ## Build the wheel into dist/
+wheel: $(INSTALLED) ## Build the wheels into dist/: for any machine, and with kernels for KERNELS
 	$(PY) -m build --wheel --no-isolation
+	for machine in $(KERNELS); do SSMZOO_KERNELS=$$machine $(PY) -m build --wheel --no-isolation || exit 1; done
 
 release: $(INSTALLED) $(TORCHAO_DIR)/.installed $(ONNX_DIR)/.installed $(TWINE) ## Cut, build, check and tag VERSION; uploads nothing (docs/releasing.md)
-	PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) .ci/release.py $(VERSION) $(TWINE)
+	KERNELS="$(KERNELS)" PYTHONPATH=$(TORCHAO_DIR):$(ONNX_DIR) $(PY) .ci/release.py $(VERSION) $(TWINE)
 
 upload: $(TWINE) ## Upload what `make release` built, if TWINE_PASSWORD has a token
 	@test -n "$$TWINE_PASSWORD" || { echo "upload: TWINE_PASSWORD must hold a token" >&2; exit 1; }
 	@git tag --list --format='%(contents:body)' v$(VERSION) | (cd dist && sha256sum --check --strict --ignore-missing) || { \
 	  echo "upload: dist/ must have the files that the tag v$(VERSION) names" >&2; exit 1; }
 	$(TWINE) upload --non-interactive \
-	  dist/ssmzoo-$(VERSION)-py3-none-any.whl dist/ssmzoo-$(VERSION).tar.gz
+	  $$(git tag --list --format='%(contents:body)' v$(VERSION) | sed -nE 's,.*  (.*(whl|tar.gz))$$,dist/\1,p')
 
 clean: ## Remove build outputs and caches; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache

@@ -70,10 +70,10 @@ def release(version: str, twine: str) -> None:
             git("commit", "--quiet", "--all", "--message", f"Version {version}", at=tree)
             commit = git("rev-parse", "HEAD", at=tree)
             epoch = int(git("log", "-1", "--format=%ct", at=tree))
-            wheel, sdist = build(tree, built, epoch)
+            wheel, *more = build(tree, built, epoch)
             parts = built / f"ssmzoo-{version}.cdx.json"
             write_json(parts, sbom(wheel, epoch))
-            run(twine, "check", "--strict", wheel, sdist)
+            run(twine, "check", "--strict", wheel, *more)
             # away from the checkout, in a fresh environment, with the tests of packaging
             roots = os.pathsep.join(str(tree / name) for name in ("src", "kernels", "plugins"))
             tests = (
@@ -88,7 +88,7 @@ def release(version: str, twine: str) -> None:
             run(sys.executable, *tests, at=tree, **told)
         finally:
             git("worktree", "remove", "--force", tree)
-        files, tag = (wheel, sdist, parts), f"v{version}"
+        files, tag = (wheel, *more, parts), f"v{version}"
         digests = "".join(f"{file_digest(path)}  {path.name}\n" for path in files)
         git("tag", "--annotate", tag, "--message", f"ssmzoo {version}\n\n{digests}", commit)
         try:
@@ -136,21 +136,27 @@ def cut(changelog: str, version: str, day: str) -> str:
     return f"{before}{UNRELEASED}\n{heading} - {day}\n{after}"
 
 
-def build(tree: Path, folder: Path, epoch: int) -> tuple[Path, Path]:
-    """Build a wheel by way of a source distribution; return both.
+def build(tree: Path, folder: Path, epoch: int) -> list[Path]:
+    """Build a wheel by way of a source distribution, and those with the kernels of ``KERNELS``.
+
+    Returns:
+        The wheel for any machine, the source distribution, the wheels with kernels.
 
     Raises:
-        Refused: Built straight from the tree they have other bytes.
+        Refused: Built a second time, straight from the tree, they have other bytes.
     """
-    again = folder.with_name("again")
     command = (sys.executable, "-m", "build", "--no-isolation", tree, "--outdir")
-    run(*command, folder, SOURCE_DATE_EPOCH=epoch)
-    run(*command, again, "--sdist", "--wheel", SOURCE_DATE_EPOCH=epoch)
-    [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    same, *_ = filecmp.cmpfiles(folder, again, (wheel.name, sdist.name), shallow=False)
-    if len(same) != 2:
+    places = {folder: (), folder.with_name("again"): ("--sdist", "--wheel")}
+    for place, kinds in places.items():
+        run(*command, place, *kinds, SOURCE_DATE_EPOCH=epoch)
+        for machine in os.environ.get("KERNELS", "").split():
+            told = {"SSMZOO_KERNELS": machine, "SOURCE_DATE_EPOCH": epoch}
+            run(*command, place, "--wheel", **told)
+    first = sorted(folder.iterdir(), key=lambda path: ("-any." not in path.name, path.suffix))
+    same, *_ = filecmp.cmpfiles(*places, [path.name for path in first], shallow=False)
+    if len(same) != len(first):
         raise Refused(f"two builds of one tree differ; equal: {', '.join(same) or 'none'}")
-    return wheel, sdist
+    return first
 
 
 def sbom(wheel: Path, epoch: int) -> dict[str, object]:

@@ -43,10 +43,11 @@ def import_package(folder):
     return package
 
 
-def build_wheel(project, folder):
+def build_wheel(project, folder, **variables):
     """Return the wheel of a project, built into a folder."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
-    done = subprocess.run([*command, project], capture_output=True, text=True)
+    environment = os.environ | variables
+    done = subprocess.run([*command, project], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = folder.iterdir()
     return path

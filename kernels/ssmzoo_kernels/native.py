@@ -1,6 +1,7 @@
-"""Build the C kernels with the machine's own compiler, once, and load them.
+"""Load the C kernels that a wheel brought, or build them with the machine's own compiler, once.
 
-A kernel is one C file beside its op, compiled the first time it runs for each floating-point type.
+A wheel's kernels (:mod:`.prebuilt`) serve where no setting names a compiler or a target. Else a
+kernel is one C file beside its op, compiled the first time it runs for each floating-point type.
 The library stays in the user's cache folder (``$XDG_CACHE_HOME/ssmzoo`` or ``~/.cache/ssmzoo``)
 under a name made of everything it depends on and of its own digest: a change rebuilds it, a damaged
 file is rebuilt, and processes that build at the same time do not see each other's halves. Where
@@ -8,29 +9,24 @@ that folder fails (another's, full, mounted noexec), a private temporary one of 
 
 Settings, from the environment:
 
-======================== =======================================================================
-``CC``                   the compiler; without it the first of cc, gcc, clang
-``SSMZOO_ARCH``          the target, as after the compiler's ``-march=``; without it this CPU
-``SSMZOO_BUILD_SECONDS`` how long the compiler may take for one file; without it 300
-======================== =======================================================================
+=============== ================================================================================
+``CC``          the compiler (:mod:`.compiling`)
+``SSMZOO_ARCH`` the target, as after the compiler's ``-march=``; without it this CPU
+=============== ================================================================================
 
 A kernel's threads are those of the OpenMP runtime that torch has loaded, never of a second one.
 GNU's serves gcc's code alone, LLVM's also clang's; code that has none runs on one thread.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
 import hashlib
 import logging
-import math
 import os
 import platform
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -39,22 +35,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ssmzoo_kernels import machine
+from ssmzoo_kernels import compiling, machine, prebuilt
 
 _log = logging.getLogger("ssmzoo")
 
-_ROOT = Path(__file__).parent
-_HEADERS = (
-    *(_ROOT / f"{name}.h" for name in ("vector", "linear", "matrices", "diagonal", "companion")),
-    _ROOT / "scan" / "scan.h",
-)
 _REALS = {torch.float32: "float", torch.float64: "double"}
-# none of these lets the compiler assume finite numbers or reorder sums; arrays as long as a caller
-# says fit no thread's stack
-_BASE = (
-    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-Werror=vla"),
-    *("-fno-math-errno", "-fno-trapping-math"),
-)
 # by the compiler's macro, widest first
 _VECTORS = {
     "__AVX512F__": "avx512f",
@@ -72,32 +57,38 @@ void probe(REAL *x) {
 """
 # for a process that instructions which the CPU lacks may end
 _TRIAL = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).probe((ctypes.c_double * 64)())"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _failed: dict[Path, str] = {}  # by folder in which a build failed that succeeded elsewhere, why
 
 
-class _OutOfTimeError(RuntimeError):
-    """The compiler took too long; no other flags or folder are tried."""
+@functools.cache
+def _brought() -> prebuilt.Kind | None:
+    """Return the kind of CPU whose kernels came in the wheel and serve; None: they are built."""
+    asked = os.environ.get("CC") or os.environ.get("SSMZOO_ARCH")
+    kind = None if asked else prebuilt.kind()
+    return kind if kind is not None and has_openmp("GOMP_parallel") else None
 
 
 @functools.cache
 def missing() -> str:
-    """Return why no C kernel can be built here, and the way out, or an empty string.
+    """Return why there is no C kernel here, and the way out, or an empty string.
 
     Raises:
         ValueError: ``SSMZOO_ARCH`` or ``SSMZOO_BUILD_SECONDS`` is wrong.
     """
     try:
-        _flags()
+        if _brought() is None:
+            _flags()
     except (OSError, RuntimeError) as error:
         return str(error)
     return ""
 
 
 def compiler() -> str:
-    """Return what builds kernels here, ``"gcc"`` or ``"clang"``; an empty string if none does."""
-    return "" if missing() else _kind()
+    """Return what builds kernels, ``"gcc"`` or ``"clang"``; an empty string if there are none."""
+    if _brought() is not None:
+        return "gcc"
+    return "" if missing() else compiling.kind()
 
 
 def lacks() -> str:
@@ -106,7 +97,7 @@ def lacks() -> str:
     Raises:
         RuntimeError: None can be built; :func:`missing` says why.
     """
-    return "; ".join(_settings()[1])
+    return "" if _brought() is not None else "; ".join(_settings()[1])
 
 
 @functools.cache
@@ -118,8 +109,10 @@ def vectors() -> str | None:
     Raises:
         RuntimeError: There is no compiler, or it takes none of our flags.
     """
-    command = [*_compiler(), *_flags(), "-dM", "-E", "-x", "c", os.devnull]
-    macros = _run(command, "a list of macros").stdout
+    if (kind := _brought()) is not None:
+        return kind.vectors
+    command = [*compiling.command(), *_flags(), "-dM", "-E", "-x", "c", os.devnull]
+    macros = compiling.run(command, "a list of macros").stdout
     return next((name for macro, name in _VECTORS.items() if f"#define {macro} " in macros), None)
 
 
@@ -137,7 +130,9 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
             no folder takes the library or lets it be loaded.
         ValueError: ``SSMZOO_ARCH`` or ``SSMZOO_BUILD_SECONDS`` is wrong.
     """
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
+    macros = tuple(f"-D{name}={value}" for name, value in defines.items())
+    if (kind := _brought()) is not None:
+        return _opened(prebuilt.place(kind, source.stem, _REALS[dtype], macros))
     code = source.read_text("utf-8")
     return _build(source.stem, code, (*_flags(), f"-DREAL={_REALS[dtype]}", *macros))
 
@@ -207,12 +202,12 @@ def _settings() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return this compiler's flags, found by building probes, and what kernels then lack."""
     target, lacks = _target()
     try:
-        flags = (*_BASE, *target, *_openmp())
+        flags = (*compiling.BASE, *target, *_openmp())
         _build("threads", _PROBE, flags)
-    except _OutOfTimeError:
+    except compiling.OutOfTimeError:
         raise
     except RuntimeError as error:
-        flags, lacks = (*_BASE, *target), (*lacks, f"C kernels run on one thread: {error}")
+        flags, lacks = (*compiling.BASE, *target), (*lacks, f"C kernels run on one thread: {error}")
     for what in lacks:
         _log.warning("%s", what)
     return flags, lacks
@@ -221,7 +216,7 @@ def _settings() -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _target() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the flag for this CPU or the user's target, and a line where the compiler has none."""
     if wanted := os.environ.get("SSMZOO_ARCH"):
-        _check_target(wanted)
+        compiling.check_target(wanted)
         targets = [(f"-march={wanted}",)]
     else:
         arm = platform.machine() in ("arm64", "aarch64")  # there older clangs know -mcpu alone
@@ -229,8 +224,8 @@ def _target() -> tuple[tuple[str, ...], tuple[str, ...]]:
     why = RuntimeError()
     for target in targets:
         try:
-            _build("probe", _PROBE, (*_BASE, *target))
-        except _OutOfTimeError:
+            _build("probe", _PROBE, (*compiling.BASE, *target))
+        except compiling.OutOfTimeError:
             raise
         except RuntimeError as error:
             why = error
@@ -247,86 +242,45 @@ def _openmp() -> tuple[str, ...]:
     Raises:
         RuntimeError: It does not serve this compiler's code, and the way out.
     """
-    mac = sys.platform == "darwin"
-    if _kind() == "gcc":
-        if mac:
-            raise RuntimeError("gcc would bring an OpenMP beside torch's; set CC=clang")
-        return ("-fopenmp",)
-    runtime = Path(torch.__file__).with_name("lib") / "libomp.dylib"
-    if mac and runtime.exists():  # torch has it loaded, but not for libraries that name none
-        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    if not hasattr(ctypes.CDLL(None), "__kmpc_fork_call"):
-        way_out = "install torch from PyPI" if mac else "install gcc, and set CC=gcc"
-        raise RuntimeError(f"clang's code needs LLVM's OpenMP, which torch has not; {way_out}")
-    # clang's own -fopenmp would link a second one
-    return ("-Xclang", "-fopenmp", *(["-Wl,-undefined,dynamic_lookup"] if mac else []))
+    kind = compiling.kind()
+    gcc = kind == "gcc"
+    if not has_openmp("GOMP_parallel" if gcc else "__kmpc_fork_call"):
+        whose, other = ("GNU's", "clang") if gcc else ("LLVM's", "gcc")
+        way_out = f"install {other}, and set CC={other}"
+        if sys.platform == "darwin":
+            way_out = "install torch from PyPI"
+        raise RuntimeError(f"{kind}'s code needs {whose} OpenMP, which torch has not; {way_out}")
+    return ("-fopenmp",) if gcc else ("-Xclang", "-fopenmp")
 
 
-def _check_target(target: str) -> None:
-    """Fail unless the compiler knows a target and this CPU has all of its instructions."""
-    features: list[set[str]] = []
-    for name in ("native", target):
-        command = [*_compiler(), f"-march={name}", "-dM", "-E", "-x", "c", os.devnull]
-        run = _run(command, "a list of macros")
-        if run.returncode and name == target:
-            raise ValueError(
-                f"SSMZOO_ARCH must be a target that {command[0]} knows, got {target!r}: "
-                f"{_reason(run)}; name another, or unset it to build for this CPU"
-            )
-        features.append(set(re.findall(r"^#define (__[A-Z][A-Z0-9_]*__) 1$", run.stdout, re.M)))
-    present, needed = features
-    lacking = sorted(x.strip("_") for x in needed - present)
-    if present and lacking:
-        raise ValueError(
-            f"SSMZOO_ARCH must be a target that this CPU can run, got {target!r}, which needs "
-            f"{', '.join(lacking[:4])}; name another, or unset it to build for this CPU"
-        )
+def has_openmp(entry: str) -> bool:
+    """Tell whether the OpenMP that torch has loaded has a function, which libraries then find."""
+    for path in _openmp_files():  # torch has it loaded, on some machines for itself alone
+        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    return hasattr(ctypes.CDLL(None), entry)
 
 
-@functools.cache
-def _compiler() -> tuple[str, ...]:
-    if sys.platform == "win32":
-        raise RuntimeError("C kernels are not built on Windows; use WSL")
-    named = os.environ.get("CC", "")
-    try:
-        wanted = shlex.split(named)
-    except ValueError as error:
-        raise RuntimeError(
-            f"no compiler found: CC must be a command, got {named!r}: {error}; correct or unset it"
-        ) from error
-    if wanted:
-        if shutil.which(wanted[0]) is None:
-            raise RuntimeError(
-                f"no compiler found: CC={wanted[0]} is not on the PATH; install gcc or clang"
-            )
-        return tuple(wanted)
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return (name,)
-    raise RuntimeError(
-        "no compiler found: none of cc, gcc, clang is on the PATH; install gcc or clang"
-    )
-
-
-@functools.cache
-def _version() -> str:
-    return _run([*_compiler(), "--version"], "its version").stdout
-
-
-def _kind() -> str:
-    return "clang" if "clang" in _version() else "gcc"  # on a Mac gcc is clang's other name
+def _openmp_files() -> set[str]:
+    """Return the files of the OpenMP that this process has loaded."""
+    if sys.platform == "darwin":
+        brought = Path(torch.__file__).with_name("lib") / "libomp.dylib"
+        return {str(brought)} if brought.exists() else set()
+    with contextlib.suppress(OSError):
+        maps = Path("/proc/self/maps").read_text("utf-8")
+        return {*re.findall(r" (/.*/lib(?:g|i)?omp[-.\d].*)$", maps, re.MULTILINE)}
+    return set()
 
 
 @functools.cache
 def _machine() -> str:
     """Describe compiler and CPU: what a library depends on besides its source and flags."""
     cpu = (platform.machine(), platform.processor(), machine.instructions())
-    return "\n".join((*_compiler(), _version(), *cpu))
+    return "\n".join((*compiling.command(), compiling.version(), *cpu))
 
 
 def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """Load a library from the user's cache or, where that fails, from the private folder."""
-    headers = [path.read_text("utf-8") for path in _HEADERS]
+    headers = [path.read_text("utf-8") for path in compiling.HEADERS]
     parts = "\0".join((code, *headers, *flags, _machine()))
     key = f"{name}-{hashlib.sha256(parts.encode()).hexdigest()[:24]}"
     causes: dict[str, None] = {}  # in order, each once
@@ -338,7 +292,7 @@ def _build(name: str, code: str, flags: tuple[str, ...]) -> ctypes.CDLL:
             if not causes:
                 users = folder
             library = _cached(folder, key) or _made(folder, key, name, code, flags)
-        except _OutOfTimeError:
+        except compiling.OutOfTimeError:
             raise
         except (OSError, RuntimeError) as error:
             causes[_words(error)] = None
@@ -378,25 +332,19 @@ def _made(folder: Path, key: str, name: str, code: str, flags: tuple[str, ...]) 
     with tempfile.TemporaryDirectory(
         dir=folder, prefix="build-", ignore_cleanup_errors=True
     ) as scratch:
-        source, made = Path(scratch, f"{name}.c"), Path(scratch, f"{name}.so")
-        source.write_text(code, "utf-8")
-        includes = [f"-I{path.parent}" for path in _HEADERS]
-        command = [*_compiler(), *flags, *includes, str(source), "-o", str(made)]
-        run = _run(command, source.name, TMPDIR=scratch)
-        if run.returncode or not made.exists():
-            for number in _FULL:
-                if os.strerror(number) in run.stderr:
-                    raise OSError(number, os.strerror(number), str(folder))
-            raise RuntimeError(f"{command[0]} failed on {source.name}: {_reason(run)}")
+        made = compiling.build(Path(scratch), name, code, flags)
         library = _opened(made)
         if name == "probe" and sys.executable and not hasattr(sys, "frozen"):
-            run = _run([sys.executable, "-I", "-S", "-c", _TRIAL, str(made)], "a trial")
-            if run.returncode < 0:  # by a signal; another program than Python may end otherwise
-                raise RuntimeError(f"{command[0]} builds what this CPU cannot run: {_reason(run)}")
+            done = compiling.run([sys.executable, "-I", "-S", "-c", _TRIAL, str(made)], "a trial")
+            if done.returncode < 0:  # by a signal; another program than Python may end otherwise
+                raise RuntimeError(
+                    f"{compiling.command()[0]} builds what this CPU cannot run: "
+                    f"{compiling.reason(done)}"
+                )
         try:
             os.replace(made, folder / f"{key}-{_digest(made)}.so")
         except OSError as error:
-            _log.info("%s is not kept for other processes: %s", source.name, error)
+            _log.info("%s.c is not kept for other processes: %s", name, error)
     return library
 
 
@@ -413,67 +361,18 @@ def _opened(path: Path) -> ctypes.CDLL:
         ) from error
 
 
-def _run(command: list[str], what: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the compiler within the time limit; past it, end it and all that it started."""
-    seconds = _seconds()
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        env=os.environ | {"LC_ALL": "C"} | variables,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise _OutOfTimeError(
-                    f"{command[0]} took more than {seconds:g} seconds for {what}; "
-                    "SSMZOO_BUILD_SECONDS sets another limit"
-                ) from None
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def _seconds() -> float:
-    given = os.environ.get("SSMZOO_BUILD_SECONDS") or "300"
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise ValueError(
-            f"SSMZOO_BUILD_SECONDS must be a number of seconds above 0, got {given!r}; unset it "
-            "for 300"
-        )
-    return min(seconds, 1e6)  # the longest that poll waits is 24 days
-
-
-def _reason(run: subprocess.CompletedProcess[str]) -> str:
-    """Return the line of a compiler's output that names the error."""
-    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("collect2:")] or lines  # a consequence
-    if lines:
-        return next((line for line in lines if "error" in line), lines[-1])
-    if run.returncode < 0:
-        return f"ended by {signal.Signals(-run.returncode).name}"
-    return f"exit status {run.returncode}, no message"
-
-
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
-    """Return where built kernels stay: the user's cache, or a folder of this process alone.
+    """Return where kernels stay: the package, the user's cache, or a folder of this process alone.
 
     Raises:
         OSError: There is neither.
     """
+    if _brought() is not None:
+        return prebuilt.FOLDER
     try:
         return _users_folder()
     except (OSError, RuntimeError) as error:

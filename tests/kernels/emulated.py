@@ -70,7 +70,15 @@ def run(
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1"}
         environment |= {"XDG_CACHE_HOME": scratch, "PYTHONDONTWRITEBYTECODE": "1"}
         chosen = ("-m", "not slow and not gpu", *arguments)
-        done = run_pytest(_python(root, Path(scratch)), chosen, environment, seconds)
+        return outcome(run_pytest(_python(root, Path(scratch)), chosen, environment, seconds))
+
+
+def outcome(done: subprocess.CompletedProcess[str]) -> Outcome:
+    """Return what pytest told of its tests.
+
+    Raises:
+        RuntimeError: They did not come to their end.
+    """
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|errors?)", done.stdout)}
     if done.returncode not in (0, 1) or not counts:
         raise RuntimeError(f"the tests did not end:\n{done.stdout[-10_000:]}")
@@ -88,7 +96,7 @@ def _python(root: Path, folder: Path) -> Path:
     return program
 
 
-def _line(*command: str) -> str:
+def first_line(*command: str) -> str:
     """Return the first line that a command prints."""
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[0]
@@ -105,15 +113,18 @@ def main() -> None:
     tests = (
         c_kernels_tests() if options.all else [str(HERE / "test_targets.py"), "-k", "not TestARM"]
     )
-    commit, emulator = _line("git", "rev-parse", "--short", "HEAD"), _line(EMULATOR, "--version")
+    commit, emulator = (
+        first_line("git", "rev-parse", "--short", "HEAD"),
+        first_line(EMULATOR, "--version"),
+    )
     write = csv.writer(sys.stdout).writerow
     for compiler in options.compiler or [x for x in COMPILERS if installed(x)]:
-        version = _line(*COMPILERS[compiler].split(), "--version")
+        version = first_line(*COMPILERS[compiler].split(), "--version")
         for target in options.target or TARGETS:
-            outcome = run(options.root.resolve(), compiler, target, arguments or tests)
-            if outcome.failures:
-                sys.stderr.write(outcome.output)
-            write((commit, emulator, version, target, outcome.tests, outcome.failures))
+            found = run(options.root.resolve(), compiler, target, arguments or tests)
+            if found.failures:
+                sys.stderr.write(found.output)
+            write((commit, emulator, version, target, found.tests, found.failures))
             sys.stdout.flush()
 
 

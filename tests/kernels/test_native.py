@@ -4,6 +4,7 @@ import ctypes
 import errno
 import logging
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -16,16 +17,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ssmzoo_kernels import dispatch, innovation, last_backend, longhorn_scan, machine, native
+from ssmzoo_kernels import (
+    compiling,
+    dispatch,
+    innovation,
+    last_backend,
+    longhorn_scan,
+    machine,
+    native,
+    prebuilt,
+)
 from ssmzoo_kernels.innovation import cpu as predictor
 from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (
-    native.missing, native.library, native._settings, native._compiler, native._version,
-    native._machine, machine._folder_of, native._tell_of_the_private_folder,
+    native.missing, native.library, native._settings, native._brought, native._machine,
+    compiling.command, compiling.version, machine._folder_of, native._tell_of_the_private_folder,
     dispatch.compiler_missing, dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing,
-    dispatch._warn_of_slowness, cpu.load, predictor.load,
+    dispatch._warn_of_slowness, cpu.load, predictor.load, prebuilt.kind,
 )  # fmt: skip
 RUN = """
 import torch
@@ -73,13 +83,13 @@ def test_a_library_is_built_once_and_found_again(fresh, monkeypatch):
     built = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
     assert {path.name.split("-")[0] for path in built} == {"probe", "threads", "innovation"}
     forget()
-    run = native._run
+    run = compiling.run
 
     def only_the_version(command, what, **variables):
         assert "--version" in command
         return run(command, what, **variables)
 
-    monkeypatch.setattr(native, "_run", only_the_version)
+    monkeypatch.setattr(compiling, "run", only_the_version)
     innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == built
 
@@ -324,13 +334,23 @@ def slow_in_eager(caplog, *words):
     assert words[0] in dispatch.why_not_faster("longhorn_scan", "eager", "cpu")
 
 
+# by what happens: the command to which it happens, what the compiler does instead, what is said
 LIBRARIES = {
-    "dies": ("echo fatal error: no luck >&2; exit 1", "failed on longhorn_scan.c: fatal error"),
-    "is killed": ("kill -9 $$", "failed on longhorn_scan.c: ended by SIGKILL"),
-    "is silent": ("exit 3", "failed on longhorn_scan.c: exit status 3, no message"),
-    "writes nothing": ("exit 0", "failed on longhorn_scan.c: exit status 0, no message"),
-    "writes rubbish": ('echo rubbish > "$out"; exit 0', "longhorn_scan.c cannot be loaded: "),
+    "dies": (
+        "-c",
+        "echo fatal error: no luck >&2; exit 1",
+        "failed on longhorn_scan.c: fatal error",
+    ),
+    "is killed": ("-c", "kill -9 $$", "failed on longhorn_scan.c: ended by SIGKILL"),
+    "is silent": ("-c", "exit 3", "failed on longhorn_scan.c: exit status 3, no message"),
+    "writes nothing": ("-shared", "exit 0", "failed on longhorn_scan.c: exit status 0, no message"),
+    "writes rubbish": (
+        "-shared",
+        'echo rubbish > "$out"; exit 0',
+        "longhorn_scan.c cannot be loaded: ",
+    ),
     "writes another": (
+        "-shared",
         'echo "int x;" > "$out.c"; exec cc -shared -o "$out" "$out.c"',
         "undefined symbol: scan_forward",
     ),
@@ -341,9 +361,9 @@ LIBRARIES = {
 def test_a_kernel_that_cannot_be_built_runs_in_eager_and_the_others_in_c(
     fresh, monkeypatch, tmp_path, caplog, accident
 ):
-    instead, words = LIBRARIES[accident]
-    cc_but(tmp_path, monkeypatch, "longhorn_scan.c", instead)
-    slow_in_eager(caplog, words)
+    command, instead, words = LIBRARIES[accident]
+    cc_but(tmp_path, monkeypatch, f"{command}*longhorn_scan.", instead)
+    slow_in_eager(caplog, words.format("longhorn_scan.c"))
     if accident != "writes another":
         assert not list(fresh.glob("longhorn_scan-*"))
     if accident == "dies":  # gcc takes a second for a library
@@ -374,14 +394,14 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tm
     monkeypatch.setattr(subprocess.Popen, "communicate", until_its_child_runs)
     monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "7")
     with pytest.raises(RuntimeError, match="sh took more than 7 seconds for a file; SSMZOO"):
-        native._run(["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"], "a file")
+        compiling.run(["sh", "-c", f"sleep 1000 & echo $! > {note}; wait"], "a file")
     child = Path("/proc", note.read_text().strip(), "stat")
     while child.exists() and child.read_text().split()[2] != "Z":
         time.sleep(0.01)  # a signal takes its time
 
 
 def test_after_the_time_limit_a_kernel_runs_in_eager(fresh, monkeypatch, caplog):
-    run = native._run
+    run = compiling.run
     asked = []
 
     def hangs(command, what, **variables):
@@ -391,7 +411,7 @@ def test_after_the_time_limit_a_kernel_runs_in_eager(fresh, monkeypatch, caplog)
             monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "0.1")
         return run(command, what, **variables)
 
-    monkeypatch.setattr(native, "_run", hangs)
+    monkeypatch.setattr(compiling, "run", hangs)
     slow_in_eager(caplog, "took more than 0.1 seconds for longhorn_scan.c")
     assert asked.count("longhorn_scan.c") == 1
 
@@ -433,7 +453,7 @@ def test_a_forked_process_has_a_private_folder_of_its_own_and_removes_it():
 
 def test_a_limit_longer_than_the_system_waits_is_no_limit(fresh, monkeypatch):
     monkeypatch.setenv("SSMZOO_BUILD_SECONDS", "1e300")
-    assert native._run(["true"], "nothing").returncode == 0
+    assert compiling.run(["true"], "nothing").returncode == 0
 
 
 def test_a_compiler_that_is_no_command_is_named(fresh, monkeypatch):
@@ -472,7 +492,7 @@ def noexec(monkeypatch, *folders):
         return os.statvfs_result(found)
 
     def loaded(path):
-        if inside(Path(path)):
+        if path and inside(Path(path)):
             raise OSError(f"{path}: failed to map segment from shared object")
         return load(path)
 
@@ -509,12 +529,68 @@ def test_a_limit_on_the_size_of_files_does_not_end_a_model(fresh):
     assert run.stderr.count("\n") == 1
 
 
-def test_without_a_runtime_for_threads_kernels_are_built_for_one(fresh, monkeypatch, tmp_path):
-    """A library that was linked to libgomp, where only a compiler's half of it is installed."""
-    cc_but(tmp_path, monkeypatch, "-fopenmp", 'echo rubbish > "$out"; exit 0')
+def test_where_torch_has_another_openmp_kernels_are_built_for_one_thread(fresh, monkeypatch):
+    monkeypatch.setattr(native, "has_openmp", lambda entry: False)
     innovation(torch.randn(1, 5, 2), [0.5], backend="cpu")
     assert "-fopenmp" not in native._flags()
     assert "-march=native" in native._flags()
+    assert native.lacks().startswith("C kernels run on one thread: gcc's code needs GNU's OpenMP")
+
+
+# --- a wheel's kernels -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def brought(fresh, monkeypatch, tmp_path):
+    """Kernels that came for the narrowest kind of CPU alone, and no compiler."""
+    files = [x for x in prebuilt.sources() if x[0].stem in ("innovation", "longhorn_scan")]
+    monkeypatch.setattr(prebuilt, "sources", lambda: files)
+    here = platform.machine()
+    monkeypatch.setattr(prebuilt, "KINDS", {here: prebuilt.KINDS[here][-1:]})
+    prebuilt.build(here, tmp_path / "kernels")
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "kernels")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    forget()
+    return fresh
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wheels_kernels_need_no_compiler(brought, caplog, dtype):
+    x = torch.randn(2, 40, 24, dtype=dtype, requires_grad=True)
+    y, _ = longhorn_scan(x, x, x, x)
+    assert last_backend("longhorn_scan") == "cpu"
+    expected, _ = longhorn_scan(x, x, x, x, backend="reference")
+    torch.testing.assert_close(y, expected)
+    got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
+    torch.testing.assert_close(got, known)
+    assert (native.missing(), native.lacks(), native.compiler()) == ("", "", "gcc")
+    assert native.vectors() == prebuilt.kind().vectors
+    assert native.cache_folder() == prebuilt.FOLDER
+    assert not caplog.messages
+    assert not brought.exists()
+
+
+@pytest.mark.parametrize("asked", ["CC", "SSMZOO_ARCH"])
+def test_a_compiler_or_target_that_is_named_is_used_in_place_of_a_wheels_kernels(
+    brought, monkeypatch, asked
+):
+    monkeypatch.setenv(asked, "no-such")
+    assert native.missing()
+
+
+@pytest.mark.parametrize("lacking", ["the CPU's instructions", "an OpenMP", "the machine"])
+def test_a_wheels_kernels_that_do_not_fit_are_left_alone(brought, monkeypatch, lacking):
+    if lacking == "an OpenMP":
+        monkeypatch.setattr(native, "has_openmp", lambda entry: False)
+    elif lacking == "the machine":
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    else:
+        [kind] = prebuilt.KINDS[platform.machine()]
+        lacking = kind._replace(needs=frozenset({"what no CPU has"}))
+        monkeypatch.setattr(prebuilt, "KINDS", {platform.machine(): (lacking,)})
+    prebuilt.kind.cache_clear()
+    assert "no compiler found" in native.missing()
 
 
 # --- settings --------------------------------------------------------------------------------
@@ -554,7 +630,7 @@ def test_a_target_that_the_cpu_cannot_run_is_one_error(fresh, monkeypatch, tmp_p
 @pytest.mark.parametrize("source", sorted(PACKAGE.rglob("*.c")), ids=lambda path: path.stem)
 def test_the_sources_compile_without_warnings(source, tmp_path):
     command = [
-        *native._compiler(), "-O1", "-std=gnu11", "-fopenmp", "-Wall", "-Wextra", "-Werror",
+        *compiling.command(), "-O1", "-std=gnu11", "-fopenmp", "-Wall", "-Wextra", "-Werror",
         "-Wno-psabi", "-DCHUNK=16", "-DPAIRS=1", f"-I{PACKAGE}", f"-I{PACKAGE / 'scan'}",
         "-c", str(source), "-o", str(tmp_path / "x.o"),
     ]  # fmt: skip

@@ -75,7 +75,7 @@ def test_where_torch_runs_on_llvms_openmp_kernels_of_both_compilers_run_on_its_t
 def test_what_this_cpu_cannot_run_is_not_used(fresh, monkeypatch, tmp_path, caplog, arch):  # noqa: F811
     """An instruction that no CPU has stands for one that this CPU has not."""
     trap = "s/) store(x/) __builtin_trap(), store(x/"
-    instead = f'sed -i \'{trap}\' "${{out%.so}}.c"; exec cc "$@"'
+    instead = f'sed -i \'{trap}\' "${{out%.o}}.c"; exec cc "$@"'
     cc_but(tmp_path, monkeypatch, "-march=*probe.c", instead)
     if arch:
         monkeypatch.setenv("SSMZOO_ARCH", arch)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import emulated
+from tests.kernels import compilers, emulated
 from tests.kernels.contracts import CONTRACTS
 from tests.kernels.test_few_rows_linear import *  # noqa: F403
 from tests.kernels.test_token_step import (  # noqa: F401
@@ -26,7 +26,7 @@ from tests.kernels.test_token_step import (  # noqa: F401
 )
 
 import ssmzoo_kernels
-from ssmzoo_kernels import native
+from ssmzoo_kernels import compiling, native, prebuilt
 
 KERNELS = Path(ssmzoo_kernels.__file__).parent
 TARGETS = {
@@ -34,8 +34,9 @@ TARGETS = {
     "x86-64-v3": {"SSMZOO_ARCH": "x86-64-v3"},
     "clang": {"CC": "clang"},
 }
-if platform.machine() in ("aarch64", "arm64"):
-    TARGETS = {"what is asked for": {}}  # there is one width of vectors; emulated.py names targets
+# emulated.py names targets, compilers.py compilers; ARM has one width of vectors
+if platform.machine() in ("aarch64", "arm64") or os.environ.get("CC"):
+    TARGETS = {"what is asked for": {}}
 # clang has its OpenMP's header for this CPU alone; threads are then a parameter that nothing uses
 FLAGS = {"gcc": ("-fopenmp",), "clang": ("-Wno-unused-parameter",)}
 CHECKS = (
@@ -49,7 +50,8 @@ def forget():
     """Let this process know neither the compiler nor a library that it has loaded."""
     for name, module in [*sys.modules.items()]:
         package, _, rest = name.partition(".")
-        if package == "ssmzoo_kernels" and rest.split(".")[-1] in ("native", "dispatch", "cpu"):
+        ours = ("native", "compiling", "dispatch", "cpu")
+        if package == "ssmzoo_kernels" and rest.split(".")[-1] in ours:
             for function in vars(module).values():
                 if hasattr(function, "cache_clear"):
                     function.cache_clear()
@@ -69,8 +71,11 @@ def built(request):
     if request.param == "clang" and shutil.which("clang") is None:
         pytest.skip("clang is not installed")
     names, build = set(), native._build
+    brought = {(file.stem, f"-DREAL={real}", *rest) for file, real, rest in prebuilt.sources()}
+    brought |= {("probe",), ("threads",)}
 
     def watched(name, code, flags):
+        assert (name, *(flag for flag in flags if flag.startswith("-D"))) in brought
         library = build(name, code, flags)
         names.add(name)
         return library
@@ -81,7 +86,7 @@ def built(request):
         forget()
         try:
             if wanted := os.environ.get("SSMZOO_ARCH"):
-                native._check_target(wanted)
+                compiling.check_target(wanted)
         except ValueError:
             pytest.skip("the CPU has no such vectors")
         patch.setattr(native, "_build", watched)
@@ -109,7 +114,7 @@ def cases():
 
 def test_the_kernels_are_compiled_for_the_target_that_was_asked_for():
     assert f"-march={os.environ.get('SSMZOO_ARCH') or 'native'}" in native._flags()
-    compiler = " ".join(native._compiler())
+    compiler = " ".join(compiling.command())
     assert compiler == os.environ.get("CC", compiler)
 
 
@@ -118,6 +123,13 @@ def test_the_contract(built, contract, check, case):
     getattr(contract(), check)(case)
     own = {path.stem for path in (KERNELS / contract.declaration.name).glob("*.c")}
     assert built >= own
+
+
+def test_the_committed_runs_of_other_compilers_failed_nowhere(built):
+    rows = [*csv.DictReader(compilers.TABLE.read_text("utf-8").splitlines())]
+    assert not any(int(row["failures"]) for row in rows)
+    assert all(int(row["tests"]) > 300 for row in rows)
+    assert {row["compiler"] for row in rows} == {*compilers.COMPILERS}
 
 
 class TestARM:

@@ -1,6 +1,8 @@
 """The wheel, as a user gets it: what is in it, and that it works away from the checkout."""
 
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.metadata import Metadata
+from tests.environments import build_wheel, make_environment
+
+from ssmzoo_kernels import prebuilt
 
 # one worker builds one wheel
 pytestmark = pytest.mark.xdist_group("packaging")
@@ -226,3 +231,34 @@ def test_every_pin_lies_in_the_supported_range():
     assert len(needs) > 10
     for need in needs:
         assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
+
+
+KERNELS = """
+import torch
+import ssmzoo
+from ssmzoo_kernels import last_backend, native, prebuilt
+from ssmzoo.family import load_family
+family = load_family("longhorn")
+model = family.causal_lm_class(family.config(**family.tiny)).eval()
+model.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+print(last_backend("longhorn_scan"), last_backend("token_step"), native.lacks() or "ok")
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_with_kernels_needs_no_compiler(tmp_path):
+    machine = platform.machine()
+    if shutil.which(f"{machine}-linux-gnu-gcc") is None:
+        pytest.skip("no gcc that is named after its machine")
+    wheel = build_wheel(ROOT, tmp_path / "dist", SSMZOO_KERNELS=machine)
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{machine}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        libraries = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    assert len(libraries) == len(prebuilt.KINDS[machine]) * len([*prebuilt.sources()])
+    for library in libraries:  # of the C library nothing newer, of OpenMP nobody's
+        assert all(int(x) <= 17 for x in re.findall(rb"GLIBC_2\.(\d+)", library))
+        assert b"libgomp" not in library
+    installed = make_environment(tmp_path / "venv", wheel)
+    places = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert installed.run("python", "-c", KERNELS, **places) == "cpu cpu ok\n"
+    assert not (tmp_path / "cache").exists()
