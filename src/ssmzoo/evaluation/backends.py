@@ -1,4 +1,4 @@
-"""How log-likelihoods are computed: the protocol, and lm-eval's way for models without a state.
+"""How requests are scored: the protocol, and lm-eval's way for models without a state.
 
 :mod:`.shared_states` is the way of models with one.
 """

@@ -220,6 +220,8 @@ def shares(requests: Sequence[Request], parts: int) -> list[list[int]]:
     Returns:
         The indices of each part's requests; a part may be empty.
     """
+    if parts == 1:
+        return [[*range(len(requests))]]
     order = sorted(range(len(requests)), key=lambda i: requests[i].tokens)
     inside = [_common(requests[a].tokens, requests[b].tokens) for a, b in pairwise(order)]
     common = [0, *inside][: len(order)]  # with the request before
