@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages import (
+from shared import (
     guarded,
     place_of,
     require_same,

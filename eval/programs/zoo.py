@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
-from stages import (
+from shared import (
     guarded,
     is_trained,
     place_of,

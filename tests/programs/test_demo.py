@@ -9,7 +9,7 @@ from pathlib import Path
 
 import demo
 import pytest
-import stages
+import shared
 
 from ssmzoo.cli import main as cli
 from ssmzoo_kernels.dispatch import watch
@@ -102,7 +102,7 @@ def whole(place):
     with pytest.MonkeyPatch.context() as patch:
         parts = Interrupted(patch)
         printed = []
-        for module in (demo, stages):
+        for module in (demo, shared):
             patch.setattr(module, "say", lambda line, end="\n": printed.append(line + end))
         patch.setattr(demo, "LOAD", STRANGER + demo.LOAD)  # so that the publication must do alone
         assert demo.demo(COMMAND) == 0
@@ -178,14 +178,14 @@ def test_an_interrupted_demo_resumes_to_the_same_result(place, whole, monkeypatc
         "card",
         "publish",
     ]
-    cut = stages.split_text
+    cut = shared.split_text
 
     def stop_in_the_text(sources, target):
         cut(sources, target)
-        monkeypatch.setattr(stages, "split_text", cut)
+        monkeypatch.setattr(shared, "split_text", cut)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stages, "split_text", stop_in_the_text)
+    monkeypatch.setattr(shared, "split_text", stop_in_the_text)
     command = [*COMMAND, "--output", "again"]
     for _ in range(8):
         assert demo.demo(command) == 130
@@ -283,7 +283,7 @@ def test_a_folder_that_is_no_demo_is_left_alone_and_a_text_too_short_is_named(tm
 def test_a_text_of_one_long_line_is_cut_too(tmp_path):
     text = tmp_path / "text8"
     text.write_text("word " * 40_000)
-    stages.split_text([str(text)], tmp_path / "parts")
+    shared.split_text([str(text)], tmp_path / "parts")
     parts = {
         name: [path.read_text() for path in sorted((tmp_path / "parts" / name).iterdir())]
         for name in ("train", "held-out")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-import stages
+import shared
 import torch
 import yaml
 import zoo
@@ -351,7 +351,7 @@ def test_a_text_that_was_too_short_may_be_another_one(place, capsys):
     command = ["--list", "list.yaml", "--only", "of-text", "--text"]
     assert zoo.zoo([*command, "short.txt"]) == 2
     assert "TEXT must hold some thousand characters" in capsys.readouterr().err
-    stages.require_same("zoo", Path("zoo"), {"text": "text.txt", "steps": None})
+    shared.require_same("zoo", Path("zoo"), {"text": "text.txt", "steps": None})
 
 
 def test_a_list_with_another_text_is_not_trained_on_the_earlier_one(place, capsys, monkeypatch):
@@ -402,7 +402,7 @@ def test_a_table_leaves_missing_scores_and_speeds_empty(tmp_path):
         found = {"model": {"parameters": 1234}, "results": [score]}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
         rows.append((name, tmp_path / name, tmp_path / f"{name}.json"))
-    assert [line.split() for line in stages.table(rows).splitlines()] == [
+    assert [line.split() for line in shared.table(rows).splitlines()] == [
         ["parameters", "tokens/s", "mqar", "recall"],
         ["a", "1,234", "5", "0.250"],
         ["b", "1,234", "5", "0.250"],

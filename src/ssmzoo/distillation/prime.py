@@ -2,7 +2,7 @@
 
 The new mixers take over queries, keys, values and outputs where they have such
 (:class:`ssmzoo.family.FromAttention`); everything else is the Transformer's. Training follows:
-``align`` in a recipe, then any recipe.
+``align`` in a recipe, then any recipe; :mod:`ssmzoo.training.folder` notes each as a stage.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             input_ids: Token ids ``[B, L]``; or give ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding.
             labels: ``[B, L]``, the tokens themselves; the shift happens inside, -100 does not
-                count, and no token is predicted across the boundary of packed sequences.
+                count (padding does, unless it has that label), and no token is predicted across the
+                boundary of packed sequences.
             return_dict: Return an output object (default) or a tuple.
             logits_to_keep: Only the last so many positions get logits (0: all), or these indices.
             skip_logits: In training, return a loss and no logits, of which only few exist at a

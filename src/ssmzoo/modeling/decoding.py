@@ -42,7 +42,7 @@ class _Step:
     """A module's program, and the kind of call and the parts that it was written for."""
 
     def __init__(
-        self, parts: ModuleParts, write: Writer, x: Tensor, states: Sequence[Tensor], y: Tensor
+        self, parts: ModuleParts, write: TokenWriter, x: Tensor, states: Sequence[Tensor], y: Tensor
     ) -> None:
         self.parts = parts
         self.format, self.width = x.dtype, x.shape[-1]
@@ -90,7 +90,7 @@ def _run(calls: Sequence[tuple[_Step, Sequence[Tensor]]]) -> None:
                 torch.autograd.graph.increment_version(state)  # as writing by torch does
 
 
-Writer = Callable[[Program, ModuleParts, Value, Sequence[State]], Value]
+TokenWriter = Callable[[Program, ModuleParts, Value, Sequence[State]], Value]
 LayerWriter = Callable[[Program, ModuleParts, Value, dict[str, State]], Value]
 DECODING = "_ssmzoo_decoding"  # the attribute of a module that has its Decoding
 
@@ -120,7 +120,7 @@ def decoding_of(module: nn.Module) -> Decoding:
 
 def token(
     module: Any,
-    writers: Sequence[Writer],
+    writers: Sequence[TokenWriter],
     x: Tensor,
     states: Sequence[Tensor],
     own: Callable[[], Tensor],
@@ -317,7 +317,7 @@ def _may_decode(
 
 def _prove(
     module: nn.Module,
-    writers: Sequence[Writer],
+    writers: Sequence[TokenWriter],
     x: Tensor,
     states: Sequence[Tensor],
     own: Callable[[], Tensor],

@@ -66,7 +66,7 @@ class Linear(nn.Linear):
 
 
 class CausalConv1d(nn.Module):
-    """Depthwise causal convolution followed by SiLU; weight ``[E, 1, K]`` as in ``nn.Conv1d``.
+    """Depthwise causal convolution, then SiLU or nothing; weight ``[E, 1, K]`` as in ``nn.Conv1d``.
 
     Not an ``nn.Conv1d``: its state goes in and out, and an adapter that wraps convolutions would be
     silently dead on a weight that a kernel reads; on this class it is refused.

@@ -1,8 +1,9 @@
 """Ignored labels, and the losses of the heads.
 
-An ignored label is -100, or nan where labels are values. Padding gets that label, and so does a
-token that nothing predicts; the losses know no other mask. :func:`ssmzoo.tasks.common.counted` says
-for training and metrics which labels count.
+An ignored label is -100, or nan where labels are values; the losses know no other mask. Heads of
+tokens and of forecasts give padding that label. A language model gives it to a sequence's first
+token, and its caller to padding. A regression of whole sequences ignores none.
+:func:`ssmzoo.tasks.common.counted` says for training and metrics which labels count.
 """
 
 from __future__ import annotations

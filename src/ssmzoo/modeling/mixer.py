@@ -44,7 +44,7 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
             before the norm, as ``residual``; where a call has none, its input.
         reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if
             not, the layer also runs the mixer, or a second one, on the reversed sequence.
-        written_in_place: The states that a step may write over, where no earlier token's are read.
+        written_in_place: The states that a step may overwrite: no token reads the old values again.
         startable_states: The states that a :class:`StateAdapter` gives a mixer to start from: it
             trains those of real numbers, and counters are zero; None: all.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.

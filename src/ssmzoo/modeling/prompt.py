@@ -102,7 +102,6 @@ class PromptState:
             {
                 "weights": digest,
                 "dtype": str(self.model.dtype).removeprefix("torch."),
-                "tokens": str(self.num_tokens),
             },
         )
 

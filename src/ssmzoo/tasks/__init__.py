@@ -7,8 +7,8 @@ From outside: every name in ``__all__``.
   tracking.
 - ``mqar`` and ``induction_heads`` give token ids; recipes train on them.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
-- Labels follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1`` must predict,
-  -100 where nothing is asked.
+- Labels of token ids follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1``
+  must predict, -100 where nothing is asked. Those of copying and delay stand at their position.
 - Where a problem has filler, it is id 0: never a key, a value or a trigger. IH0
   (``induction_heads_zero``) has none, nor have the tokens that ``copying`` copies.
 """

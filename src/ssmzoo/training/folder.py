@@ -47,7 +47,7 @@ _MAY_CHANGE = {
 # paths may change: their files are compared by name and digest when the data is opened
 _PLACES = {
     *("data.text", "data.jsonl", "data.parquet", "data.dataset", "data.validation"),
-    *("data.tokenizer", "data.task_args"),
+    *("data.tokenizer", "data.task_args", "align.teacher"),
 }
 _DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
 
@@ -137,7 +137,9 @@ class RunFolder:
 
     def _begin_stage(self, recipe: Recipe) -> None:
         """Keep how a primed model began, with this run as its latest stage."""
-        before, here = Path(recipe.model.init_from or "") / PRIMING, self.path / PRIMING
+        if recipe.model.init_from is None:
+            return
+        before, here = Path(recipe.model.init_from) / PRIMING, self.path / PRIMING
         if before.is_file() and not here.exists():
             told = read_json(before)
             stage = {"stage": "tune"}
@@ -257,7 +259,8 @@ def require_same_recipe(begun: Recipe, now: Recipe) -> None:
     Raises:
         ValueError: Another field differs; the message names it.
     """
-    for name, before, after in begun.differences(now, ("model", "data", "train", "adapter")):
+    sections = ("model", "data", "train", "adapter", "align")
+    for name, before, after in begun.differences(now, sections):
         if name not in _MAY_CHANGE and not (name in _PLACES and _is_moved(before, after)):
             raise ValueError(
                 f"{name} must stay as the run began to resume it, {before!r}, "

@@ -294,10 +294,14 @@ class Forecast(Regression):
 
     def measure(self, output: Any, batch: dict[str, torch.Tensor], part: Examples) -> torch.Tensor:
         """Return sums over a batch: losses, number of targets, squared and absolute errors."""
-        error = output.logits.double() - batch["labels"].to(output.logits.device)
+        import torch
+
+        labels = batch["labels"].to(output.logits.device)
+        known = ~labels.isnan()
+        error = torch.where(known, output.logits.double() - labels, 0.0)
         sums = self.zeros(error.device)
         if part.counts:
-            sums[0], sums[1] = output.loss.double() * error.numel(), error.numel()
+            sums[0], sums[1] = output.loss.double() * known.sum(), known.sum()
             sums[2], sums[3] = error.square().sum(), error.abs().sum()
         return sums
 

@@ -1,10 +1,10 @@
 """transformers' own recurrent models on our kernels.
 
 An accelerated model has the functions of ``models``. ``classes`` makes the subclasses that its
-modules take on: ``known`` lists the classes that are served, ``model_calls`` and ``mixers`` have
-the calls of models and mixers, ``functions`` the kernels' functions that mixers call, ``calls`` the
-running call that these read. ``cache`` can be saved and cropped, ``generation`` lets ``generate``
-do so.
+modules take on: ``known`` tells by the functions that a class calls whether it is served,
+``model_calls`` and ``mixers`` have the calls of models and mixers, ``functions`` the kernels'
+functions that mixers call, ``calls`` the running call that these read. ``cache`` can be saved and
+cropped, ``generation`` lets ``generate`` do so.
 """
 
 from ssmzoo.modeling.stock.cache import states_of

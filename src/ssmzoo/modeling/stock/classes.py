@@ -86,7 +86,7 @@ class MLPCalls:
     """The calls of an MLP, whose tokens may decode by a program."""
 
     stock_class: Any
-    writers: tuple[decoding.Writer, ...]
+    writers: tuple[decoding.TokenWriter, ...]
     by_column = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

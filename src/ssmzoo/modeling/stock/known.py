@@ -8,18 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from ssmzoo.modeling.compat import MIXER_CACHE
-from ssmzoo.modeling.decoding import Writer
+from ssmzoo.modeling.decoding import TokenWriter
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.functions import FUNCTIONS
 from ssmzoo.modeling.stock.norms import OFFSETS
 from ssmzoo_kernels.layers import OPS
 
-NORMS: tuple[Writer, ...] = tuple(steps.rms_norm(offset) for offset in OFFSETS)
+NORMS: tuple[TokenWriter, ...] = tuple(steps.rms_norm(offset) for offset in OFFSETS)
 _SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER_ARGUMENTS = ["self", "hidden_states", MIXER_CACHE, "attention_mask"]
 
 
-def writers_of(stock: type) -> tuple[Writer, ...]:
+def writers_of(stock: type) -> tuple[TokenWriter, ...]:
     """Return the writers of a token of a norm or an MLP as a program; none for other modules."""
     name = stock.__name__
     if not stock.__module__.startswith("transformers.models."):

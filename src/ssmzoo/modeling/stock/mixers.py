@@ -39,7 +39,7 @@ class MixerCalls:
     forward_with_ops: Callable[..., Any]
     known_code: ForwardCode
     functions: frozenset[str]
-    writers: tuple[decoding.Writer, ...]
+    writers: tuple[decoding.TokenWriter, ...]
     scans_by_head: bool
     dynamics = dynamics
 

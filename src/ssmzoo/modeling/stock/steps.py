@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ssmzoo.modeling.decoding import Writer
+from ssmzoo.modeling.decoding import TokenWriter
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recurrent
 from ssmzoo_kernels.token_step import Program, Value
 
 
-def rms_norm(added: float) -> Writer:
+def rms_norm(added: float) -> TokenWriter:
     """Return the writer of a norm by the root mean square whose weight is ``w + added``."""
 
     def write(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
@@ -264,7 +264,7 @@ def _delta_rule(
 
 
 # by the function that a mixer calls for one token
-MIXERS: dict[str, tuple[Writer, ...]] = {
+MIXERS: dict[str, tuple[TokenWriter, ...]] = {
     "mamba_selective_state_update": (mamba, mamba_of_heads),
     "mamba2_selective_state_update": (mamba2,),
     "torch_recurrent_gated_delta_rule": (gated_delta, grouped_delta, olmo_delta),
