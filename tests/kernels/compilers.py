@@ -8,7 +8,8 @@ of another Debian runs in a folder that has it, and sees this machine's files wh
     debootstrap --variant=minbase --include=gcc-15,libc6-dev forky /roots/forky
     mkdir -p /roots/forky/PROJECT
     mount --bind PROJECT /roots/forky/PROJECT; mount --bind /tmp /roots/forky/tmp
-    printf '#!/bin/sh\\nexec chroot /roots/forky gcc-15 "$@"' > /roots/gcc-15; chmod +x /roots/gcc-15
+
+and ``/roots/gcc-15`` is a script of one line, ``exec chroot /roots/forky gcc-15 "$@"``.
 """
 
 import csv
@@ -32,7 +33,12 @@ def main() -> None:
     for compiler in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as cache:
             environment = os.environ | {"CC": compiler, "XDG_CACHE_HOME": cache}
-            chosen = ("-m", "not slow and not gpu", str(HERE / "test_targets.py"), "-k not TestARM")
+            chosen = (
+                "-m",
+                "not slow and not gpu",
+                str(HERE / "test_targets.py"),
+                "-k not TestARM and not committed",
+            )
             found = outcome(run_pytest(sys.executable, chosen, environment, 7200))
         if found.failures:
             sys.stderr.write(found.output)
