@@ -1,9 +1,11 @@
 """B'MOJO that starts from an attention layer: its own attention is the same, in a window.
 
 With rotary positions the state-space model's outputs go to attention alone (``wiring="parallel"``),
-so that a new layer gives what the window alone would give, but for its fading memory.
+so that a new layer gives what the window alone would give, but for its fading memory. Biases, norms
+of queries and keys, and scaled rotary positions have no counterpart.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +15,7 @@ from .modeling_bmojo import BMojoMixer
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return heads and positions of an attention's configuration."""
     found = {
         "num_attention_heads": attention.heads,

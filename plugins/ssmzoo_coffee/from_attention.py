@@ -1,5 +1,6 @@
 """COFFEE that starts from an attention layer: values, outputs and a gate between them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,7 @@ from ssmzoo.modeling import attention_parts, expansion_of, require_width, start_
 from .modeling_coffee import CoffeeMixer
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the expansion that makes a gated mixer as wide inside as an attention's heads."""
     return {"block": "gated", "expand": expansion_of(attention)}
 

@@ -1,5 +1,6 @@
 """H3 that starts from an attention layer: queries, keys, values and outputs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,7 @@ from ssmzoo.modeling import attention_parts, require_width
 from .modeling_h3 import H3Mixer
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return nothing: a mixer is as wide as the model."""
     return {}
 

@@ -80,6 +80,11 @@ def _kind(name: str, section: str, shared: str) -> Kind:
         raise LookupError(f"{where}: {error}") from error
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+    if config.reads_own_model:
+        raise ValueError(
+            f"{where} must have mixers that stand alone, got fields of {family} with which they "
+            "read parameters of its own model"
+        )
     return Kind(family, config, model_class, model_class.without_layers(config))
 
 

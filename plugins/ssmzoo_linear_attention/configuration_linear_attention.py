@@ -133,6 +133,11 @@ class LinearAttentionConfig(SSMConfig):
         return self.feature_map == "elu" or self.beta == "exp"
 
     @property
+    def reads_own_model(self) -> bool:
+        """Whether decays have lower bounds, which HGRN2's backbone has."""
+        return self.feature_map == "complement"
+
+    @property
     def key_heads(self) -> int:
         """G, ``num_key_heads`` worked out."""
         return self.num_heads if self.num_key_heads is None else self.num_key_heads

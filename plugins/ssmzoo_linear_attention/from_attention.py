@@ -1,9 +1,11 @@
 """Linear attention that starts from an attention layer: softmax left out, a decay and a gate added.
 
 Queries, keys and values keep their heads, and short convolutions start as the identity, so that
-they do. Rotary positions and norms of keys and queries have no counterpart.
+they do. Rotary positions and norms of keys and queries have no counterpart; biases have one where
+there is a convolution.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,14 +13,16 @@ from torch import nn
 
 from ssmzoo.modeling import attention_parts, require_width, start_as_identity
 
+from .configuration_linear_attention import LinearAttentionConfig
 from .modeling_linear_attention import LinearAttentionMixer
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of an attention's configuration: a key head for each of its query heads."""
     heads, size = attention.heads, attention.head_width
     found = {"num_heads": heads, "num_key_heads": heads, "head_k_dim": size, "head_v_dim": size}
-    return found | ({"conv_bias": True} if attention.attention_bias else {})
+    convolves = given.get("d_conv", LinearAttentionConfig.d_conv) is not None
+    return found | ({"conv_bias": True} if attention.attention_bias and convolves else {})
 
 
 def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:

@@ -3,6 +3,7 @@
 Its keys and queries are few and follow from the values, so they are drawn.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from ssmzoo.modeling import attention_parts, expansion_of, require_width, start_
 from .modeling_longhorn import LonghornMixer
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the expansion that makes a mixer as wide inside as an attention's heads."""
     return {"expand": expansion_of(attention)}
 

@@ -3,6 +3,7 @@
 Its two gates are the queries and the keys of the attention: ``x0 * filter(x1 * v)``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ssmzoo.modeling import attention_parts, require_width, start_as_identity
 from .modeling_rtf import RTFMixer
 
 
-def fields(attention: Any) -> dict[str, Any]:
+def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the block that has counterparts of an attention's parts."""
     return {"block": "hyena", "mixer_rank": None}
 

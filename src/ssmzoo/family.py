@@ -59,13 +59,14 @@ class FromAttention:
     """How a family's mixer starts from an attention layer's weights, for ``ssmzoo prime``.
 
     Attributes:
-        fields: Called with the attention's configuration; returns the mixer's fields that make it
-            of the attention's sizes. They win over a preset's, the user's own over them.
+        fields: Called with the attention's configuration and the fields of preset and user; returns
+            those that make the mixer of the attention's sizes. They win over a preset's, the user's
+            own over them.
         copy: Called with the attention and a new mixer in its place; copies queries, keys, values
             and outputs into the mixer's counterparts. All else stays as the family draws it.
     """
 
-    fields: Callable[[Any], dict[str, Any]]
+    fields: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
     copy: Callable[[Any, Any], None]
 
 

@@ -6,7 +6,13 @@ import pytest
 import torch
 import yaml
 from tests.training.runs import write_texts
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 import ssmzoo.auto  # noqa: F401
 from ssmzoo.checkpoints.convert import load_hybrid
@@ -17,8 +23,16 @@ from ssmzoo.modeling import LayerState
 from ssmzoo.publishing.card import render_card
 from ssmzoo.recipe import AlignSection
 from ssmzoo.training.align import Align
+from ssmzoo.training.consolidate import consolidate
 from ssmzoo.training.run import train
 
+CARD = """---
+license: other
+license_name: mine
+license_link: LICENSE
+base_model: a/b
+---
+"""
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 259}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
 # by mixer its fields, and the names of parameters that are copied
@@ -42,7 +56,7 @@ def teacher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "teacher"
     LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n", encoding="utf-8")
+    (folder / "README.md").write_text(CARD, encoding="utf-8")
     return folder
 
 
@@ -103,7 +117,8 @@ def test_a_primed_model_is_its_teacher_but_for_its_new_mixers(mixer, teacher, tm
         assert not one.equal(other), name
     assert torch.isfinite(ours(torch.arange(12)[None]).logits).all()
     told = json.loads((folder / PRIMING).read_text())
-    assert (told["base_model"], told["license"]) == ("teacher", "apache-2.0")
+    assert (told["base"], told["base_model"]) == ("teacher", ["a/b"])
+    assert (told["license"], told["license_name"]) == ("other", "mine")
 
 
 def test_grouped_heads_are_repeated(primed, teacher):
@@ -198,7 +213,9 @@ def test_the_card_tells_base_layers_and_stages(aligned, teacher, texts, tmp_path
     changed = {name for name, weight in after.items() if not weight.equal(before[name])}
     assert changed == {name for name in after if ".mixer." in name}
     card = render_card(tuned / "model").read_text()
-    assert "license: apache-2.0" in card
+    assert "license_name: mine" in card
+    assert "base_model:\n- a/b" in card
+    assert "loss of the alignment" in render_card(aligned / "model").read_text()
     assert "linear_attention in place of attention in the layers 1, 3; then align (mixers)" in card
 
 
@@ -233,7 +250,16 @@ def test_layers_are_ranked_by_what_a_window_costs(teacher, texts, tmp_path):
     [
         ({"layers": "1,9"}, "layers must be from 0 to 3, got 9"),
         ({"layers": "some"}, "layers must be all, half, best:N or numbers such as 1,3,5"),
-        ({"layers": "best:2"}, "layers must be best:N with text"),
+        ({"layers": "best:2"}, "layers 'best:2' needs a text to score layers by (--text)"),
+        (
+            {"layers": "best:0", "text": "x"},
+            "layers must be best:N with N of at least 1, got 'best",
+        ),
+        ({"text": "x"}, "text must be absent, or layers best:N, got layers 'half'"),
+        (
+            {"mixer": "linear_attention:hgrn2-340m", "fields": {"num_key_heads": None}},
+            "must have mixers that stand alone, got fields of linear_attention",
+        ),
         ({"mixer": "longhor"}, "no family named 'longhor'; did you mean 'longhorn'"),
         ({"mixer": "longhorn", "fields": {"d_stat": 4}}, "has no field 'd_stat'"),
         ({"mixer": "longhorn", "fields": {"expand": 3}}, "Longhorn must be as wide inside"),
@@ -256,6 +282,11 @@ def test_a_wrong_argument_is_one_line_and_nothing_is_written(given, wrong, teach
         ({"model": {"init_from": "TUNED"}}, "comes right after 'ssmzoo prime'"),
         ({"model": {"config_of": "llama"}}, "align needs model.init_from"),
         ({"align": {"teacher": "T", "temperature": 2.0}}, "align.temperature needs align.match"),
+        ({"model": {"init_from": "TEACHER"}}, "must be a hybrid that 'ssmzoo prime' wrote"),
+        (
+            {"train": {"gradient_checkpointing": True}},
+            "train.gradient_checkpointing must be off with align.match 'mixers'",
+        ),
         ({"align": None, "train": {"only": ["*.mixr.*"]}}, "train.only: no parameter fits"),
     ],
 )
@@ -266,10 +297,81 @@ def test_stages_out_of_order_are_refused(sections, wrong, primed, teacher, texts
         network.model.layers[0].mlp.up_proj.weight.add_(1)
     network.save_pretrained(other)
     byte_tokenizer().save_pretrained(other)
-    text = yaml.safe_dump(sections).replace("PRIMED", str(primed)).replace("TUNED", str(other))
+    text = yaml.safe_dump(sections)
+    for word, folder in (("PRIMED", primed), ("TUNED", other), ("TEACHER", teacher)):
+        text = text.replace(word, str(folder))
     changed = yaml.safe_load(text)
-    if "only" in changed.get("train", {}):
+    if "train" in changed:
         changed["train"] |= {"steps": 6, "batch_size": 4, "seq_len": 32, "lr": 0.01}
     with pytest.raises((ValueError, LookupError)) as error:
         train(recipe(primed, teacher, texts, **changed), output_dir=tmp_path / "run")
     assert wrong in str(error.value)
+
+
+def test_a_model_of_one_layer_has_no_half(tmp_path):
+    folder = tmp_path / "model"
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}, **HEADS)).save_pretrained(
+        folder
+    )
+    with pytest.raises(ValueError, match="layers must be all for a model of one layer"):
+        prime(str(folder), "longhorn", "half", tmp_path / "new")
+
+
+def test_a_card_that_cannot_be_read_is_left_out_with_a_warning(teacher, tmp_path, caplog):
+    folder = tmp_path / "model"
+    load_hybrid(str(teacher), "float32").save_pretrained(folder)
+    for text in ("---\nlicense: [\n---\n", "---\nlicense: none-such\n---\n"):
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        caplog.clear()
+        made, *_ = prime(str(folder), "h3", "all", tmp_path / text[12:16], fields={"d_state": 4})
+        assert "license" not in json.loads((made / PRIMING).read_text())
+        assert "card is left out" in caplog.text
+
+
+def test_a_second_priming_keeps_the_first_ones_mixers_and_history(primed, tmp_path):
+    """Other fields make another kind of mixer, equal ones do not."""
+    fields = {"beta_scale": 2.0}
+    folder, *_ = prime(str(primed), "linear_attention", "0", tmp_path / "a", fields=fields)
+    before, after = load(primed), load(folder)
+    assert after.config.mixers == [
+        *("linear_attention-2", "linear_attention", "attention", "linear_attention")
+    ]
+    assert after.config.kinds["linear_attention"] == before.config.kinds["linear_attention"]
+    told = json.loads((folder / PRIMING).read_text())
+    assert (told["base"], told["layers"]) == ("teacher", [1, 3])
+    assert [(x["stage"], x["layers"]) for x in told["stages"]] == [("prime", [0])]
+    card = render_card(folder).read_text()
+    assert "in the layers 1, 3; then linear_attention in place of attention in the layers 0" in card
+    again, *_ = prime(str(primed), "linear_attention", "0", tmp_path / "b")
+    assert load(again).config.mixers.count("linear_attention") == 3
+
+
+def test_layers_with_other_positions_get_mixers_with_theirs(tmp_path):
+    """SmolLM3's layers without positions, in B'MOJO whose window holds the text."""
+    torch.manual_seed(0)
+    config = SmolLM3Config(**SIZES, **HEADS, no_rope_layer_interval=2, pad_token_id=0)
+    folder = tmp_path / "model"
+    SmolLM3ForCausalLM(config).save_pretrained(folder)
+    fields = {"mixer_types": "swa", "sliding_window": 64}
+    made, *_ = prime(str(folder), "bmojo", "all", tmp_path / "new", fields=fields)
+    ids = torch.arange(24).view(2, 12)
+    assert sorted(set(load(made).config.mixers)) == ["bmojo", "bmojo-2"]
+    wanted = SmolLM3ForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()(ids).logits
+    got = load(made, torch.float64)(ids).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)  # its angles are float32
+
+
+def test_checkpoints_of_a_primed_models_run_keep_its_history(aligned, teacher, texts, tmp_path):
+    checkpoint = aligned / "checkpoints" / "step-00000003"
+    wanted = {"stage": "align", "match": "mixers", "steps": 3, "tokens": 3 * 4 * 32}
+    consolidate(checkpoint, tmp_path / "model")
+    assert json.loads((tmp_path / "model" / PRIMING).read_text())["stages"] == [wanted]
+    path = recipe(checkpoint, teacher, texts, align=None)
+    tuned = train(path, output_dir=tmp_path / "tuned", overrides=["train.steps=1"])
+    assert json.loads((tuned / "model" / PRIMING).read_text())["stages"][0] == wanted
+
+
+def test_a_run_resumes_with_the_teacher_it_began_with(aligned, primed, teacher, texts, tmp_path):
+    path = recipe(primed, tmp_path / "other", texts)
+    with pytest.raises(ValueError, match=r"align\.teacher must stay as the run began"):
+        train(path, output_dir=aligned, resume=True, overrides=["train.steps=9"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ROWS, _LENGTH = 8, 1024  # of the text that is read
+_ROWS, _LENGTH = 8, 1024  # of the text that is read, at most
 _WINDOW = _LENGTH // 8
+logger = logging.getLogger("ssmzoo")
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,7 @@ class LayerScores:
     tokens: int
 
     def least(self, count: int) -> list[int]:
-        """Return the layers whose windows harm least, in their order.
-
-        Raises:
-            ValueError: There are fewer layers.
-        """
-        if not 1 <= count <= len(self.harm):
-            raise ValueError(
-                f"layers must be best:N with N from 1 to {len(self.harm)}, got best:{count}"
-            )
+        """Return the layers whose windows harm least, in their order."""
         return sorted(sorted(self.harm, key=self.harm.__getitem__)[:count])
 
     def table(self) -> str:
@@ -70,7 +64,7 @@ class LayerScores:
 
 
 def score_layers(
-    network: Any, tokenizer: Any, text: str, progress: Callable[[int, int], None]
+    network: Any, tokenizer: Any, text: str, count: int, progress: Callable[[int, int], None]
 ) -> LayerScores:
     """Score the attention layers of a hybrid by held-out text.
 
@@ -78,10 +72,12 @@ def score_layers(
         network: The hybrid.
         tokenizer: Its own.
         text: A file or a folder of text; its first 8,192 tokens are read, in rows of 1,024.
+        count: How many layers will be chosen.
         progress: Called with the layers that are done, and all.
 
     Raises:
-        ValueError: The text has fewer tokens than a row, or no layer is attention to all tokens.
+        ValueError: The text has fewer tokens than a row, or fewer layers than ``count`` attend to
+            all tokens.
     """
     import torch
 
@@ -95,12 +91,20 @@ def score_layers(
     whole = {i: mixer for i, mixer in mixers.items() if getattr(mixer, "window", 0) is None}
     if not whole:
         raise ValueError("model must have layers that attend to all tokens, got one without")
+    if count > len(whole):
+        raise ValueError(f"layers must be best:N with N from 1 to {len(whole)}, got best:{count}")
     loss, harm = _loss(network, read), {}
     for done, (index, mixer) in enumerate(whole.items()):
         progress(done, len(whole))
         with _windowed(mixer):
             harm[index] = _loss(network, read) - loss
     progress(len(whole), len(whole))
+    if helped := [index for index, value in harm.items() if value < 0]:
+        logger.warning(
+            "a window of %d tokens lowers the loss in %d of %d layers: the model does not know "
+            "texts of %d tokens, and layers are not told apart",
+            *(_WINDOW, len(helped), len(whole), _LENGTH),
+        )
     return LayerScores(loss, harm, _WINDOW, rows * (_LENGTH - 1))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +17,10 @@ from ssmzoo.checkpoints.convert import load_hybrid
 from ssmzoo.checkpoints.load import holds_tokenizer, load_tokenizer, model_folder, model_name
 from ssmzoo.checkpoints.weights import PRIMING
 from ssmzoo.distillation.layer_scores import LayerScores, score_layers
+from ssmzoo.environment.hub_metadata import BASE_METADATA, checked
+from ssmzoo.environment.messages import first_line
 from ssmzoo.family import load_family
-from ssmzoo.files import require_new, write_folder, write_json
+from ssmzoo.files import read_json, require_new, write_folder, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,23 +67,23 @@ def prime(
     target = Path(output_dir).expanduser()
     require_new(target, "output_dir")
     source = model_folder(model)
-    count = _count(layers) if layers.startswith("best:") else None
-    if (count is None) != (text is None):
-        raise ValueError("layers must be best:N with text, and text needs it, got one alone")
+    wanted = _count(layers) if layers.startswith("best:") else None
+    if wanted is not None and text is None:
+        raise ValueError(f"layers {layers!r} needs a text to score layers by (--text)")
+    if text is not None and wanted is None:
+        raise ValueError(f"text must be absent, or layers best:N, got layers {layers!r}")
     network: Any = load_hybrid(model, "auto")
     tokenizer, scores = None, None
     if text is not None or source is None or holds_tokenizer(source):
         tokenizer = load_tokenizer(model, source, False)
-    if text is not None and count is not None:
-        scores = score_layers(network, tokenizer, text, progress)
-        chosen = scores.least(count)
+    if text is not None and wanted is not None:
+        scores = score_layers(network, tokenizer, text, wanted, progress)
+        chosen = scores.least(wanted)
     else:
         chosen = _chosen(layers, network.config.num_hidden_layers)
     torch.manual_seed(seed)
     hybrid = _with_mixers(network, mixer, chosen, dict(fields or {}), start)
-    told = {"base_model": model if source is None else model_name(model)}
-    told |= _licence(source, model)
-    told |= {"mixer": mixer, "start": start, "layers": chosen, "stages": []}
+    told = _history(source, model, {"mixer": mixer, "start": start, "layers": chosen})
 
     def write(folder: Path) -> None:
         hybrid.save_pretrained(folder)
@@ -96,13 +99,15 @@ def prime(
 
 def _count(layers: str) -> int:
     number = layers.removeprefix("best:")
-    if not number.isdecimal():
-        raise ValueError(f"layers must be best:N with a whole number N, got {layers!r}")
+    if not number.isdecimal() or int(number) == 0:
+        raise ValueError(f"layers must be best:N with N of at least 1, got {layers!r}")
     return int(number)
 
 
 def _chosen(layers: str, count: int) -> list[int]:
     """Return the layers that a text names, of ``count``."""
+    if layers == "half" and count == 1:
+        raise ValueError("layers must be all for a model of one layer, got 'half'")
     if layers in ("all", "half"):
         return list(range(count))[slice(None) if layers == "all" else slice(1, None, 2)]
     parts = layers.split(",")
@@ -129,17 +134,23 @@ def _with_mixers(
     if wrong:
         raise ValueError(f"layers must name layers of attention, got {wrong[0]}, which is none")
     name, _, preset = mixer.partition(":")
-    sizes, section = old[layers[0]].config, {}
     family = load_family(name)
-    if family.from_attention is not None:
-        section = family.from_attention.fields(sizes)
-    elif start == "copied":
+    if family.from_attention is None and start == "copied":
         logger.warning("family %s has nothing to copy of attention: its mixers are drawn", name)
-    section |= {"family": name, **({"preset": preset} if preset else {}), **fields}
-    config, kind = network.config, preset or name
-    mixers = [kind if index in old else before for index, before in enumerate(config.mixers)]
-    kinds = {before: told for before, told in config.kinds.items() if before in mixers}
-    given = {**config.to_dict(), "mixers": mixers, "kinds": {**kinds, kind: section}}
+    own = {"family": name, **({"preset": preset} if preset else {}), **fields}
+    known = {**family.presets.get(preset, {}), **fields}
+    config, mixers = network.config, list(network.config.mixers)
+    kinds = {x: config.kinds.get(x, {}) for i, x in enumerate(mixers) if i not in old}
+    for index, attention in old.items():
+        section = own
+        if family.from_attention is not None:
+            section = {**family.from_attention.fields(attention.config, known), **own}
+        alone = {"mixers": ["new"] * len(mixers), "kinds": {"new": section}}
+        section = type(config).from_dict({**config.to_dict(), **alone}).kinds["new"]
+        mixers[index] = _kind_of(section, preset or name, kinds)
+        kinds[mixers[index]] = section
+    kinds = {x: section for x, section in kinds.items() if section}
+    given = {**config.to_dict(), "mixers": mixers, "kinds": kinds}
     hybrid: Any = type(network)._from_config(type(config).from_dict(given), dtype=network.dtype)
     new = tuple(f"model.layers.{index}.mixer." for index in layers)
     kept = {k: x for k, x in network.state_dict().items() if not k.startswith(new)}
@@ -153,13 +164,36 @@ def _with_mixers(
     return hybrid
 
 
-def _licence(source: Path | None, model: str) -> dict[str, str]:
-    """Return the licence that a model's card names, if it has one."""
+def _kind_of(section: dict[str, Any], name: str, kinds: Mapping[str, Any]) -> str:
+    """Return a name that no other kind of mixer has."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(each for each in names if kinds.get(each, section) == section)
+
+
+def _history(source: Path | None, model: str, made: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a base and of its new mixers; a primed base has a history itself."""
+    if source is not None and (source / PRIMING).is_file():
+        earlier = read_json(source / PRIMING)
+        return {**earlier, "stages": [*earlier["stages"], {"stage": "prime", **made}]}
+    base = {"base": model if source is None else model_name(model)}
+    if source is None:
+        base["base_model"] = model
+    return {**_of_its_card(source, model), **base, **made, "stages": []}
+
+
+def _of_its_card(source: Path | None, model: str) -> dict[str, Any]:
+    """Return the base and the licence that a model's card names, as far as a card may."""
     from huggingface_hub import ModelCard
+    from yaml import YAMLError
 
     place = model if source is None else source / "README.md"
-    try:
-        found = ModelCard.load(place).data.to_dict().get("license")
-    except (OSError, ValueError):  # no card, or none that can be read
+    if source is not None and not (source / "README.md").is_file():
         return {}
-    return {"license": found} if isinstance(found, str) else {}
+    try:
+        found = ModelCard.load(place).data.to_dict()
+        return checked({name: found[name] for name in BASE_METADATA if name in found})
+    except OSError:  # the Hub has none
+        return {}
+    except (LookupError, TypeError, ValueError, YAMLError) as error:
+        logger.warning("the model's card is left out, as it cannot be used: %s", first_line(error))
+        return {}

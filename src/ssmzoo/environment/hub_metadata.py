@@ -22,6 +22,8 @@ FIELDS = (
     "base_model",
     "pipeline_tag",
 )
+# those that a model made from another one takes over
+BASE_METADATA = ("base_model", "license", "license_name", "license_link")
 _LISTS = ("language", "datasets", "base_model")
 LICENSE_FILES = ("LICENSE", "LICENSE.md")  # the Hub takes them in place of an address
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")

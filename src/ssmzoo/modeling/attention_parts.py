@@ -56,7 +56,7 @@ def require_width(name: str, got: int, parts: AttentionParts) -> None:
     if got != len(parts.v):
         raise ValueError(
             f"{name} must be as wide inside as the attention that it starts from, {len(parts.v)} "
-            f"features, got {got}; set its fields so, or draw its parameters"
+            f"features, got {got}; set its fields so if it has such, or take --start drawn"
         )
 
 

@@ -109,6 +109,11 @@ class SSMConfig(PreTrainedConfig):
     # a family's fields that its mixers do not read, but its own embedding, head or decoder do
     own_model: ClassVar[frozenset[str]] = frozenset()
 
+    @property
+    def reads_own_model(self) -> bool:
+        """Whether mixers read parameters of the family's own backbone, which a hybrid has not."""
+        return False
+
     # A file without a new field has its default; files saved from now on name it. One that changes
     # no state is `stateless`: a cache then fits models that differ in it.
     vocab_size: int = stateless(50304)

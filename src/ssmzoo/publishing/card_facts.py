@@ -161,7 +161,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         found |= {name: run.last(name) for name in _LAST}
         measured = {name: value if is_number(value) else None for name, value in found.items()}
     primed = read_json(folder / PRIMING) if (folder / PRIMING).is_file() else None
-    base = primed["base_model"] if primed else base_name(run.recipe) if run else None
+    base = primed["base"] if primed else base_name(run.recipe) if run else None
     told = {**run.facts, **({"base": base} if base else {})} if run else None
     card = recipe_metadata(run.recipe) if run else {}
     if primed:

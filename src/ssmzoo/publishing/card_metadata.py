@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ssmzoo.environment.credentials import find_credential
-from ssmzoo.environment.hub_metadata import checked, is_hub_id
+from ssmzoo.environment.hub_metadata import BASE_METADATA, checked, is_hub_id
 from ssmzoo.family import Family
 from ssmzoo.publishing.card_results import ScoredModel, merged
 
@@ -39,8 +39,7 @@ def recipe_metadata(recipe: object) -> dict[str, Any]:
 
 def primed_metadata(primed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that a primed model has of its base: its Hub id, and its licence."""
-    found = {"base_model": _on_hub(primed["base_model"]), "license": primed.get("license")}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: primed[name] for name in BASE_METADATA if name in primed}
 
 
 def base_name(recipe: object) -> str | None:

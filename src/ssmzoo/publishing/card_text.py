@@ -220,6 +220,8 @@ def training_table(facts: CardFacts, head: Head) -> str:
         unit, judged, by = "", "mean squared error of the forecast", "mse"
     elif head.pipeline == "text-generation":
         unit, judged = " nats per token", "accuracy, next token"
+        if facts.recipe and re.search(r"^align:$", facts.recipe, re.MULTILINE):
+            loss, unit = "loss of the alignment", ""
     command = fact("command")
     rows = [
         ["Data", fact("data")],
@@ -253,11 +255,15 @@ def training_table(facts: CardFacts, head: Head) -> str:
 
 def _primed(primed: Mapping[str, Any]) -> str:
     """Return which layers of a base got other mixers, and the stages since."""
-    layers = ", ".join(map(str, primed["layers"]))
-    told = [f"{primed['mixer']} in place of attention in the layers {layers}"]
-    for stage in primed["stages"]:
+    told = []
+    for stage in ({"stage": "prime", **primed}, *primed["stages"]):
+        if stage["stage"] == "prime":
+            layers = ", ".join(map(str, stage["layers"]))
+            told.append(f"{stage['mixer']} in place of attention in the layers {layers}")
+            continue
         name = f"{stage['stage']} ({stage['match']})" if "match" in stage else stage["stage"]
-        told.append(f"{name} on {_number(stage['tokens'])} tokens")
+        tokens = f" on {_number(stage['tokens'])} tokens" if "tokens" in stage else ""
+        told.append(name + tokens)
     return "; then ".join(told)
 
 

@@ -108,6 +108,7 @@ class Recipe(Section):
             )
 
     def _alignment_fits(self) -> None:
+        assert self.align is not None
         if self.model.init_from is None:
             raise ValueError("align needs model.init_from, a model that 'ssmzoo prime' wrote")
         others = {
@@ -121,6 +122,11 @@ class Recipe(Section):
         for name, given in others.items():
             if given:
                 raise ValueError(f"{name} must be absent with align")
+        if self.align.match == "mixers" and self.train.gradient_checkpointing:
+            raise ValueError(
+                "train.gradient_checkpointing must be off with align.match 'mixers', which reads "
+                "each layer's output once; take 'hidden' or 'logits'"
+            )
 
     def _lengths_fit(self) -> None:
         from ssmzoo.tasks import length_argument

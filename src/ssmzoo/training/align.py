@@ -173,6 +173,11 @@ def load_teachers(model: Any, teacher: str, *, check: bool) -> dict[int, nn.Modu
     """
     from ssmzoo.checkpoints.convert import load_hybrid
 
+    if model.config.model_type != "ssmzoo_hybrid":
+        raise ValueError(
+            "model.init_from must be a hybrid that 'ssmzoo prime' wrote to align it, got a model "
+            f"of type {model.config.model_type!r}"
+        )
     network: Any = load_hybrid(teacher, "float32")
     theirs = [layer.mixer for layer in network.model.layers]
     ours = [layer.mixer for layer in getattr(model.model, "layers", ())]

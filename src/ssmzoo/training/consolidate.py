@@ -7,10 +7,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, SHARDS
+from ssmzoo.checkpoints.weights import ADAPTER_CONFIG, ADAPTER_FILE, PRIMING, SHARDS
 from ssmzoo.environment.messages import without_bars
-from ssmzoo.files import require_new, write_folder
+from ssmzoo.files import require_new, write_folder, write_json
 from ssmzoo.training.checkpoint import CONTENTS, damage_of
+from ssmzoo.training.priming import history
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -46,6 +47,8 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
     def write(folder: Path) -> None:
         write_model(checkpoint, folder)
         write_adapter(checkpoint, folder)
+        if (told := history(checkpoint)) is not None:
+            write_json(folder / PRIMING, told, indent=2)
 
     write_folder(output, write)
     return output

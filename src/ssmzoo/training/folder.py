@@ -34,6 +34,7 @@ from ssmzoo.training.checkpoint import checkpoint_of, damage_of, newest_checkpoi
 from ssmzoo.training.consolidate import write_adapter, write_model
 from ssmzoo.training.curves import draw_curves
 from ssmzoo.training.metrics import read_metrics
+from ssmzoo.training.priming import history
 
 # files that a run may leave that was killed before it began
 _DONT_COUNT = re.compile(r"\.(lock|cache)|\..+\.(unfinished|replaced)|trackers")
@@ -47,7 +48,7 @@ _MAY_CHANGE = {
 # paths may change: their files are compared by name and digest when the data is opened
 _PLACES = {
     *("data.text", "data.jsonl", "data.parquet", "data.dataset", "data.validation"),
-    *("data.tokenizer", "data.task_args", "align.teacher"),
+    *("data.tokenizer", "data.task_args"),
 }
 _DATA_FACTS = ("source", "config", "revision", "documents", "tokens", "examples", "digest")
 
@@ -137,15 +138,13 @@ class RunFolder:
 
     def _begin_stage(self, recipe: Recipe) -> None:
         """Keep how a primed model began, with this run as its latest stage."""
-        if recipe.model.init_from is None:
+        place, here = recipe.model.init_from, self.path / PRIMING
+        if place is None or here.exists() or (told := history(Path(place))) is None:
             return
-        before, here = Path(recipe.model.init_from) / PRIMING, self.path / PRIMING
-        if before.is_file() and not here.exists():
-            told = read_json(before)
-            stage = {"stage": "tune"}
-            if recipe.align is not None:
-                stage = {"stage": "align", "match": recipe.align.match}
-            write_json(here, {**told, "stages": [*told["stages"], stage]})
+        stage = {"stage": "tune"}
+        if recipe.align is not None:
+            stage = {"stage": "align", "match": recipe.align.match}
+        write_json(here, {**told, "stages": [*told["stages"], stage]})
 
     def _record_changes(self, facts: dict[str, Any], step: int) -> list[dict[str, Any]]:
         """Return all changes since the run began, after writing them down if there are new ones."""
@@ -206,9 +205,7 @@ class RunFolder:
 
         def write(folder: Path) -> None:
             write_model(final, folder)
-            if (primed := self.path / PRIMING).exists():
-                told = read_json(primed)
-                told["stages"][-1] |= {"steps": last["step"], "tokens": last["tokens"]}
+            if (told := history(final)) is not None:
                 write_json(folder / PRIMING, told, indent=2)
 
         _renew(self.path / "model", write)

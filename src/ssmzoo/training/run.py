@@ -156,12 +156,15 @@ def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run
     """Return one line: the error, settings that need less memory, and the command to resume."""
     options, steps = recipe.train, 0 if run is None else run.progress.step
     seq_len = "" if options.seq_len is None else f" (train.seq_len = {options.seq_len})"
-    checkpointing = str(options.gradient_checkpointing).lower()
+    checkpointing = ""
+    if may_checkpoint := recipe.align is None or recipe.align.match != "mixers":
+        now = str(options.gradient_checkpointing).lower()
+        checkpointing = f"set train.gradient_checkpointing = {now} to true, "
     text = (
         f"out of memory after {steps} steps: {first_line(error)}; raise train.accumulate = "
         f"{options.accumulate}, so that fewer of the train.batch_size = {options.batch_size} rows "
-        f"are computed at a time, set train.gradient_checkpointing = {checkpointing} to true, or "
-        f"start a new run with shorter rows{seq_len} or a smaller model"
+        f"are computed at a time, {checkpointing}or start a new run with shorter rows{seq_len} or "
+        "a smaller model"
     )
     if not (folder / "recipe.yaml").exists():
         return text
@@ -174,6 +177,6 @@ def _memory_message(error: BaseException, recipe: Recipe, folder: Path, run: Run
     change = ""
     if accumulate is not None:
         change = f" --set train.accumulate={accumulate}"
-    elif options.gradient_checkpointing is not True:
+    elif may_checkpoint and options.gradient_checkpointing is not True:
         change = " --set train.gradient_checkpointing=true"
     return f"{text}; {kept}to go on: {_resuming(folder)}{change}"
