@@ -58,7 +58,8 @@ def tamed() -> Iterator[None]:
     bar, forking = lm_eval.api.task.tqdm, os.environ.get("DISABLE_MULTIPROC")
     lm_eval.api.task.tqdm = functools.partial(tqdm, disable=None)
     templates = lm_eval.utils.env
-    templates.from_string = functools.cache(templates.from_string)
+    compiling = templates.from_string
+    templates.from_string = functools.cache(compiling)
     os.environ["DISABLE_MULTIPROC"] = "1"
     bars_on = transformers_logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
@@ -74,6 +75,6 @@ def tamed() -> Iterator[None]:
         else:
             os.environ["DISABLE_MULTIPROC"] = forking
         lm_eval.api.task.tqdm = bar
-        del templates.from_string
+        templates.from_string = compiling
         logger.removeHandler(handler)
         logger.propagate = propagate
