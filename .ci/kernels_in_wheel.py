@@ -31,10 +31,10 @@ class KernelsInWheel(BuildHookInterface):
         """Build the kernels, and name the machine in the wheel's tag."""
         if not (machine := os.environ.get("SSMZOO_KERNELS")):
             return
-        folder = tempfile.mkdtemp()
+        self._folder = tempfile.TemporaryDirectory()  # until the wheel is written
         settings = {"CC": f"{machine}-linux-gnu-gcc", "PYTHONPATH": str(Path(self.root, "kernels"))}
-        command = [sys.executable, "-c", BUILD, machine, folder]
+        command = [sys.executable, "-c", BUILD, machine, self._folder.name]
         subprocess.run(command, check=True, env=os.environ | settings)
-        build_data["force_include"][folder] = "ssmzoo_kernels/prebuilt_kernels"
+        build_data["force_include"][self._folder.name] = "ssmzoo_kernels/prebuilt_kernels"
         build_data["tag"] = f"py3-none-{SYSTEM}_{machine}"
         build_data["pure_python"] = False

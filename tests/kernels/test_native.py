@@ -32,8 +32,9 @@ from ssmzoo_kernels.scan import cpu
 
 PACKAGE = Path(native.__file__).parent
 CACHED = (
-    native.missing, native.library, native._settings, native._brought, native._machine,
-    compiling.command, compiling.version, machine._folder_of, native._tell_of_the_private_folder,
+    native.missing, native.vectors, native.library, native._settings, native._brought,
+    native._machine, native._tell_of_the_private_folder, machine._folder_of,
+    compiling.command, compiling.version,
     dispatch.compiler_missing, dispatch._best, dispatch._why_no_kernel, dispatch.kernel_missing,
     dispatch._warn_of_slowness, cpu.load, predictor.load, prebuilt.kind,
 )  # fmt: skip
@@ -491,10 +492,10 @@ def noexec(monkeypatch, *folders):
         found[8] |= os.ST_NOEXEC if inside(Path(path)) else 0
         return os.statvfs_result(found)
 
-    def loaded(path):
+    def loaded(path, *mode):
         if path and inside(Path(path)):
             raise OSError(f"{path}: failed to map segment from shared object")
-        return load(path)
+        return load(path, *mode)
 
     monkeypatch.setattr(native.os, "statvfs", seen)
     monkeypatch.setattr(native.ctypes, "CDLL", loaded)
