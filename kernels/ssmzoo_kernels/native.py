@@ -26,7 +26,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -38,6 +37,7 @@ from torch import Tensor
 from ssmzoo_kernels import compiling, machine, prebuilt
 
 _log = logging.getLogger("ssmzoo")
+_PACKAGE = Path(__file__).parent
 
 _REALS = {torch.float32: "float", torch.float64: "double"}
 # by the compiler's macro, widest first
@@ -131,7 +131,7 @@ def library(source: Path, dtype: torch.dtype, **defines: int) -> ctypes.CDLL:
         ValueError: ``SSMZOO_ARCH`` or ``SSMZOO_BUILD_SECONDS`` is wrong.
     """
     macros = tuple(f"-D{name}={value}" for name, value in defines.items())
-    if (kind := _brought()) is not None:
+    if (kind := _brought()) is not None and source.is_relative_to(_PACKAGE):
         return _opened(prebuilt.place(kind, source.stem, _REALS[dtype], macros))
     code = source.read_text("utf-8")
     return _build(source.stem, code, (*_flags(), f"-DREAL={_REALS[dtype]}", *macros))
@@ -247,7 +247,7 @@ def _openmp() -> tuple[str, ...]:
     if not has_openmp("GOMP_parallel" if gcc else "__kmpc_fork_call"):
         whose, other = ("GNU's", "clang") if gcc else ("LLVM's", "gcc")
         way_out = f"install {other}, and set CC={other}"
-        if sys.platform == "darwin":
+        if sys.platform == "darwin" and not gcc:
             way_out = "install torch from PyPI"
         raise RuntimeError(f"{kind}'s code needs {whose} OpenMP, which torch has not; {way_out}")
     return ("-fopenmp",) if gcc else ("-Xclang", "-fopenmp")
@@ -255,20 +255,19 @@ def _openmp() -> tuple[str, ...]:
 
 def has_openmp(entry: str) -> bool:
     """Tell whether the OpenMP that torch has loaded has a function, which libraries then find."""
-    for path in _openmp_files():  # torch has it loaded, on some machines for itself alone
-        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    if not hasattr(ctypes.CDLL(None), entry):
+        for path in _torchs_openmp():  # loaded, on some machines for torch alone
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     return hasattr(ctypes.CDLL(None), entry)
 
 
-def _openmp_files() -> set[str]:
-    """Return the files of the OpenMP that this process has loaded."""
-    if sys.platform == "darwin":
-        brought = Path(torch.__file__).with_name("lib") / "libomp.dylib"
-        return {str(brought)} if brought.exists() else set()
-    with contextlib.suppress(OSError):
-        maps = Path("/proc/self/maps").read_text("utf-8")
-        return {*re.findall(r" (/.*/lib(?:g|i)?omp[-.\d].*)$", maps, re.MULTILINE)}
-    return set()
+def _torchs_openmp() -> list[Path]:
+    """Return the files of OpenMP that torch brings; other packages may have loaded theirs."""
+    package = Path(torch.__file__).parent
+    folders = package / "lib", package.with_name("torch.libs")
+    names = ("libomp.dylib", "libgomp*.so*", "libiomp5.so", "libomp*.so*")
+    return [path for folder in folders for name in names for path in sorted(folder.glob(name))]
 
 
 @functools.cache

@@ -90,9 +90,12 @@ def build(which: str, folder: Path) -> None:
         folder: Where the folders are made.
 
     Raises:
+        ValueError: There are none for this machine.
         OSError: The folder cannot be written to.
         RuntimeError: No compiler, or it fails.
     """
+    if which not in KINDS:
+        raise ValueError(f"SSMZOO_KERNELS must be one of {', '.join(KINDS)}, got {which!r}")
 
     def one(kind: Kind, source: Path, real: str, macros: tuple[str, ...]) -> None:
         flags = (*compiling.BASE, f"-march={kind.target}", "-fopenmp", f"-DREAL={real}", *macros)

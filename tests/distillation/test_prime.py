@@ -1,6 +1,7 @@
 """Priming: hybrids that start from a Transformer, and learn to give what its attention gave."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import ssmzoo.auto  # noqa: F401
 from ssmzoo.checkpoints.convert import load_hybrid
 from ssmzoo.checkpoints.weights import PRIMING
 from ssmzoo.data.tokenizer import byte_tokenizer
+from ssmzoo.distillation import layer_scores
 from ssmzoo.distillation.prime import prime
 from ssmzoo.modeling import LayerState
 from ssmzoo.publishing.card import render_card
@@ -308,6 +310,18 @@ def test_stages_out_of_order_are_refused(sections, wrong, primed, teacher, texts
     assert wrong in str(error.value)
 
 
+@pytest.mark.parametrize(("helps", "warns"), [(1, False), (3, True)])
+def test_windows_that_help_are_told(helps, warns, teacher, texts, monkeypatch, caplog):
+    losses = iter([2.0, *[1.0] * helps, *[3.0] * (4 - helps)])
+    monkeypatch.setattr(layer_scores, "_loss", lambda network, rows: next(losses))
+    network = load_hybrid(str(teacher), "float32")
+    found = layer_scores.score_layers(
+        network, byte_tokenizer(), str(texts), 2, lambda done, layers: None
+    )
+    assert sum(harm < 0 for harm in found.harm.values()) == helps
+    assert ("layers are not told apart" in caplog.text) is warns
+
+
 def test_a_model_of_one_layer_has_no_half(tmp_path):
     folder = tmp_path / "model"
     LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}, **HEADS)).save_pretrained(
@@ -361,10 +375,21 @@ def test_layers_with_other_positions_get_mixers_with_theirs(tmp_path):
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)  # its angles are float32
 
 
-def test_checkpoints_of_a_primed_models_run_keep_its_history(aligned, teacher, texts, tmp_path):
+def test_a_recipes_licence_takes_the_place_of_the_bases(aligned, teacher, texts, tmp_path):
+    path = recipe(aligned / "model", teacher, texts, align=None, card={"license": "apache-2.0"})
+    tuned = train(path, output_dir=tmp_path / "tuned", overrides=["train.steps=1"])
+    card = render_card(tuned / "model").read_text()
+    assert "license: apache-2.0" in card
+    assert "license_name" not in card
+
+
+def test_checkpoints_of_a_primed_models_run_keep_its_history(
+    aligned, teacher, texts, tmp_path, monkeypatch
+):
     checkpoint = aligned / "checkpoints" / "step-00000003"
     wanted = {"stage": "align", "match": "mixers", "steps": 3, "tokens": 3 * 4 * 32}
-    consolidate(checkpoint, tmp_path / "model")
+    monkeypatch.chdir(checkpoint.parent)
+    consolidate(Path(checkpoint.name), tmp_path / "model")
     assert json.loads((tmp_path / "model" / PRIMING).read_text())["stages"] == [wanted]
     path = recipe(checkpoint, teacher, texts, align=None)
     tuned = train(path, output_dir=tmp_path / "tuned", overrides=["train.steps=1"])

@@ -1,6 +1,6 @@
 """Run the C kernels' tests with the compilers that are named, for this machine's CPU.
 
-    python -m tests.kernels.compilers gcc-11 clang-16 /roots/sid/gcc-15 ...
+    python -m tests.kernels.compilers gcc-11 clang-16 /roots/gcc-15 ...
 
 prints a row of ``compilers.csv`` for each. The tests are those of ``test_targets.py``. A compiler
 of another Debian runs in a folder that has it, and sees this machine's files where they are:

@@ -364,7 +364,7 @@ def test_a_kernel_that_cannot_be_built_runs_in_eager_and_the_others_in_c(
 ):
     command, instead, words = LIBRARIES[accident]
     cc_but(tmp_path, monkeypatch, f"{command}*longhorn_scan.", instead)
-    slow_in_eager(caplog, words.format("longhorn_scan.c"))
+    slow_in_eager(caplog, words)
     if accident != "writes another":
         assert not list(fresh.glob("longhorn_scan-*"))
     if accident == "dies":  # gcc takes a second for a library
@@ -541,6 +541,9 @@ def test_where_torch_has_another_openmp_kernels_are_built_for_one_thread(fresh, 
 # --- a wheel's kernels -----------------------------------------------------------------------
 
 
+COMPILERS = os.environ["PATH"]
+
+
 @pytest.fixture
 def brought(fresh, monkeypatch, tmp_path):
     """Kernels that came for the narrowest kind of CPU alone, and no compiler."""
@@ -570,6 +573,16 @@ def test_a_wheels_kernels_need_no_compiler(brought, caplog, dtype):
     assert native.cache_folder() == prebuilt.FOLDER
     assert not caplog.messages
     assert not brought.exists()
+
+
+def test_a_package_of_its_own_builds_its_kernels(brought, monkeypatch, tmp_path):
+    source = tmp_path / "innovation.c"
+    source.write_text("int answer = 42;\n")
+    with pytest.raises(RuntimeError, match="no compiler found"):
+        native.library(source, torch.float32)
+    monkeypatch.setenv("PATH", COMPILERS)
+    forget()
+    assert ctypes.c_int.in_dll(native.library(source, torch.float32), "answer").value == 42
 
 
 @pytest.mark.parametrize("asked", ["CC", "SSMZOO_ARCH"])

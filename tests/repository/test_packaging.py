@@ -236,7 +236,7 @@ def test_every_pin_lies_in_the_supported_range():
 KERNELS = """
 import torch
 import ssmzoo
-from ssmzoo_kernels import last_backend, native, prebuilt
+from ssmzoo_kernels import last_backend, native
 from ssmzoo.family import load_family
 family = load_family("longhorn")
 model = family.causal_lm_class(family.config(**family.tiny)).eval()
@@ -259,6 +259,6 @@ def test_a_wheel_with_kernels_needs_no_compiler(tmp_path):
         assert all(int(x) <= 17 for x in re.findall(rb"GLIBC_2\.(\d+)", library))
         assert b"libgomp" not in library
     installed = make_environment(tmp_path / "venv", wheel)
-    places = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    places = {"PATH": "", "CC": "", "SSMZOO_ARCH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert installed.run("python", "-c", KERNELS, **places) == "cpu cpu ok\n"
     assert not (tmp_path / "cache").exists()

@@ -99,7 +99,8 @@ def score_layers(
         with _windowed(mixer):
             harm[index] = _loss(network, read) - loss
     progress(len(whole), len(whole))
-    if helped := [index for index, value in harm.items() if value < 0]:
+    helped = [index for index, value in harm.items() if value < 0]
+    if 2 * len(helped) >= len(whole):
         logger.warning(
             "a window of %d tokens lowers the loss in %d of %d layers: the model does not know "
             "texts of %d tokens, and layers are not told apart",

@@ -140,7 +140,7 @@ def _with_mixers(
     own = {"family": name, **({"preset": preset} if preset else {}), **fields}
     known = {**family.presets.get(preset, {}), **fields}
     config, mixers = network.config, list(network.config.mixers)
-    kinds = {x: config.kinds.get(x, {}) for i, x in enumerate(mixers) if i not in old}
+    kinds = {x: config.kinds[x] for i, x in enumerate(mixers) if i not in old}
     for index, attention in old.items():
         section = own
         if family.from_attention is not None:
@@ -149,7 +149,6 @@ def _with_mixers(
         section = type(config).from_dict({**config.to_dict(), **alone}).kinds["new"]
         mixers[index] = _kind_of(section, preset or name, kinds)
         kinds[mixers[index]] = section
-    kinds = {x: section for x, section in kinds.items() if section}
     given = {**config.to_dict(), "mixers": mixers, "kinds": kinds}
     hybrid: Any = type(network)._from_config(type(config).from_dict(given), dtype=network.dtype)
     new = tuple(f"model.layers.{index}.mixer." for index in layers)

@@ -25,6 +25,7 @@ from ssmzoo.checkpoints.weights import (
     read_weights,
     weights_revision,
 )
+from ssmzoo.environment.hub_metadata import joined
 from ssmzoo.environment.portable import portable
 from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
@@ -166,7 +167,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
     card = recipe_metadata(run.recipe) if run else {}
     if primed:
         told = {**(told or {}), "base": base, "primed": primed}
-        card = primed_metadata(primed) | card
+        card = joined(primed_metadata(primed), card)
     facts = CardFacts(
         name=model_name(str(folder)),
         revision=revision,

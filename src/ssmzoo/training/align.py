@@ -180,7 +180,7 @@ def load_teachers(model: Any, teacher: str, *, check: bool) -> dict[int, nn.Modu
         )
     network: Any = load_hybrid(teacher, "float32")
     theirs = [layer.mixer for layer in network.model.layers]
-    ours = [layer.mixer for layer in getattr(model.model, "layers", ())]
+    ours = [layer.mixer for layer in model.model.layers]
     if len(theirs) != len(ours):
         raise ValueError(
             f"align.teacher must have the model's {len(ours)} layers, got {len(theirs)} in "

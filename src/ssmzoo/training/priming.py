@@ -15,7 +15,7 @@ def history(place: Path) -> dict[str, Any] | None:
     """Return the history of a saved model or of a run's checkpoint; None if it was not primed."""
     if (place / PRIMING).is_file():
         return dict(read_json(place / PRIMING))
-    run = place.parent.parent
+    run = place.absolute().parent.parent
     if not ((place / CONTENTS).is_file() and (run / PRIMING).is_file()):
         return None
     told, step = dict(read_json(run / PRIMING)), step_of(place)
