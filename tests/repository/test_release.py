@@ -36,8 +36,21 @@ more = ["pytest"]
 dev = ["not-a-package-at-all"]
 [tool.hatch.version]
 path = "src/ssmzoo/__init__.py"
+[tool.hatch.build.targets.wheel.hooks.custom]
+path = "kernels.py"
+""",
+    "kernels.py": """
+import os
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+class Hook(BuildHookInterface):
+    def initialize(self, version, build_data):
+        if machine := os.environ.get("SSMZOO_KERNELS"):
+            build_data["tag"] = f"py3-none-linux_{machine}"
 """,
 }
+KERNELS = "x86_64 aarch64"
+MORE = [f"ssmzoo-1.2.0-py3-none-linux_{machine}.whl" for machine in sorted(KERNELS.split())]
 UNSTABLE = """
 import time
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -83,7 +96,8 @@ def project(tmp_path, monkeypatch):
 
 def release(folder, *, version="1.2.0"):
     command = [sys.executable, ".ci/release.py", version, "./twine"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    environment = os.environ | {"KERNELS": KERNELS}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def state(folder):
@@ -111,13 +125,13 @@ def test_a_release_is_a_commit_a_tag_and_checked_files(project):
     )
     files = {path.name: path.read_bytes() for path in (project / "dist").iterdir()}
     assert sorted(files) == [
-        "ssmzoo-1.2.0-py3-none-any.whl", "ssmzoo-1.2.0.cdx.json", "ssmzoo-1.2.0.tar.gz"
+        "ssmzoo-1.2.0-py3-none-any.whl", *MORE, "ssmzoo-1.2.0.cdx.json", "ssmzoo-1.2.0.tar.gz"
     ]  # fmt: skip
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     body = git(project, "tag", "--list", "--format", "%(contents:body)", "v1.2.0").split()
     assert dict(zip(body[1::2], body[::2], strict=True)) == digests
     [checked] = (project / "twine.log").read_text().splitlines()
-    assert re.fullmatch(r"check --strict \S+\.whl \S+\.tar\.gz", checked)
+    assert re.fullmatch(r"check --strict \S+-any\.whl \S+\.tar\.gz( \S+\.whl){2}", checked)
     check_sbom(json.loads(files["ssmzoo-1.2.0.cdx.json"]), digests["ssmzoo-1.2.0-py3-none-any.whl"])
 
     refused = release(project)
@@ -149,7 +163,8 @@ def check_upload(project):
     assert not (project / "twine.log").exists()
     assert upload(TWINE_PASSWORD="secret")[0] == 0
     wheel, sdist = "dist/ssmzoo-1.2.0-py3-none-any.whl", "dist/ssmzoo-1.2.0.tar.gz"
-    sent = f"upload --non-interactive {wheel} {sdist}\n"
+    kernels = " ".join(f"dist/{name}" for name in MORE)
+    sent = f"upload --non-interactive {wheel} {sdist} {kernels}\n"
     assert (project / "twine.log").read_text() == sent
     (project / "dist/ssmzoo-1.2.0.cdx.json").unlink()  # dist was built again
     assert upload(TWINE_PASSWORD="secret")[0] == 0
