@@ -257,13 +257,13 @@ def has_openmp(entry: str) -> bool:
     """Tell whether the OpenMP that torch has loaded has a function, which libraries then find."""
     if not hasattr(ctypes.CDLL(None), entry):
         for path in _torchs_openmp():  # loaded, on some machines for torch alone
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+            with contextlib.suppress(OSError):  # one that it has not loaded
+                ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     return hasattr(ctypes.CDLL(None), entry)
 
 
 def _torchs_openmp() -> list[Path]:
-    """Return the files of OpenMP that torch brings; other packages may have loaded theirs."""
+    """Return the files of OpenMP that torch brings, loaded or not; others may have theirs."""
     package = Path(torch.__file__).parent
     folders = package / "lib", package.with_name("torch.libs")
     names = ("libomp.dylib", "libgomp*.so*", "libiomp5.so", "libomp*.so*")

@@ -174,7 +174,7 @@ hw.optional.arm.FEAT_BF16: 1
 hw.optional.arm.FEAT_SME: 0
 """
 MACOS = """
-import io, os, pathlib, platform, subprocess, sys, torch
+import ctypes, io, os, pathlib, platform, subprocess, sys, torch
 run, read = subprocess.run, pathlib.Path.read_text
 def asked(command, **options):
     if command[0] == "/usr/sbin/sysctl":
@@ -187,6 +187,9 @@ def told(path, *options, **more):
 subprocess.run, pathlib.Path.read_text = asked, told
 del os.ST_NOEXEC, os.sched_getaffinity
 sys.platform, torch.__file__ = "darwin", sys.argv[3]
+brought = pathlib.Path(sys.argv[3]).with_name("lib") / "libomp.dylib"
+if brought.exists():  # as torch itself does there
+    ctypes.CDLL(str(brought))
 platform.machine, platform.processor = lambda: "arm64", lambda: "arm"
 """
 
