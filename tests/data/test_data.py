@@ -371,7 +371,7 @@ def prepared(cache, before=None, **data):
 
 
 def gz_with_damage():
-    packed = bytearray(gzip.compress(b'{"text": "a"}\n' * 999))
+    packed = bytearray(gzip.compress(b'{"text": "a"}\n' * 999, mtime=0))
     packed[12:20] = bytes(8 * [255])
     return bytes(packed)
 
