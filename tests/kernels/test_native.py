@@ -312,18 +312,23 @@ def cc_but(tmp_path, monkeypatch, pattern, instead):
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
 
 
+def scan_as_the_reference(backend, *shape, **options):
+    """Run the scan and its gradient by a backend that must be chosen; both must be right."""
+    x = torch.randn(*shape, requires_grad=True, **options)
+    y, _ = longhorn_scan(x, x, x, x)
+    assert last_backend("longhorn_scan") == backend
+    expected, _ = longhorn_scan(x, x, x, x, backend="reference")
+    torch.testing.assert_close(y, expected)
+    got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
+    torch.testing.assert_close(got, known)
+
+
 def slow_in_eager(caplog, *words):
     """Run the scan, and its gradient, twice; one warning must hold these words."""
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="ssmzoo"):
         for _ in range(2):
-            x = torch.randn(1, 20, 3, requires_grad=True)
-            y, _ = longhorn_scan(x, x, x, x)
-            assert last_backend("longhorn_scan") == "eager"
-            expected, _ = longhorn_scan(x, x, x, x, backend="reference")
-            torch.testing.assert_close(y, expected)
-            got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
-            torch.testing.assert_close(got, known)
+            scan_as_the_reference("eager", 1, 20, 3)
     [record] = caplog.records
     for word in ("CPU ops take the slow eager path", *words):
         assert word in record.getMessage()
@@ -561,13 +566,7 @@ def brought(fresh, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_wheels_kernels_need_no_compiler(brought, caplog, dtype):
-    x = torch.randn(2, 40, 24, dtype=dtype, requires_grad=True)
-    y, _ = longhorn_scan(x, x, x, x)
-    assert last_backend("longhorn_scan") == "cpu"
-    expected, _ = longhorn_scan(x, x, x, x, backend="reference")
-    torch.testing.assert_close(y, expected)
-    got, known = (torch.autograd.grad(z.sum(), x)[0] for z in (y, expected))
-    torch.testing.assert_close(got, known)
+    scan_as_the_reference("cpu", 2, 40, 24, dtype=dtype)
     assert (native.missing(), native.lacks(), native.compiler()) == ("", "", "gcc")
     assert native.vectors() == prebuilt.kind().vectors
     assert native.cache_folder() == prebuilt.FOLDER

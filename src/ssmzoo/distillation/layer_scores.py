@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_ROWS, _LENGTH = 8, 1024  # of the text that is read, at most
+_ROWS, _LENGTH = 8, 1024  # of the text that is read
 _WINDOW = _LENGTH // 8
 logger = logging.getLogger("ssmzoo")
 

@@ -20,7 +20,8 @@ from ssmzoo.distillation.layer_scores import LayerScores, score_layers
 from ssmzoo.environment.hub_metadata import BASE_METADATA, checked
 from ssmzoo.environment.messages import first_line
 from ssmzoo.family import load_family
-from ssmzoo.files import read_json, require_new, write_folder, write_json
+from ssmzoo.files import require_new, write_folder, write_json
+from ssmzoo.training.priming import history
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,8 +172,7 @@ def _kind_of(section: dict[str, Any], name: str, kinds: Mapping[str, Any]) -> st
 
 def _history(source: Path | None, model: str, made: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept of a base and of its new mixers; a primed base has a history itself."""
-    if source is not None and (source / PRIMING).is_file():
-        earlier = read_json(source / PRIMING)
+    if source is not None and (earlier := history(source)) is not None:
         return {**earlier, "stages": [*earlier["stages"], {"stage": "prime", **made}]}
     base = {"base": model if source is None else model_name(model)}
     if source is None:

@@ -18,7 +18,6 @@ import yaml
 from ssmzoo.checkpoints.load import model_name
 from ssmzoo.checkpoints.weights import (
     NO_WEIGHTS,
-    PRIMING,
     SHARDS,
     is_sharded,
     parameter_count,
@@ -31,6 +30,7 @@ from ssmzoo.evaluation.results import is_number
 from ssmzoo.family import family_of
 from ssmzoo.files import json_of, package_data, parse_yaml, read_json, write_json
 from ssmzoo.publishing.card_metadata import base_name, primed_metadata, recipe_metadata
+from ssmzoo.training.priming import history
 
 PICTURE = "loss.png"
 
@@ -161,7 +161,7 @@ def facts_of(folder: Path, run_dir: str | Path | None) -> tuple[CardFacts, Path 
         found = {name: run.total(name) for name in _TOTALS}
         found |= {name: run.last(name) for name in _LAST}
         measured = {name: value if is_number(value) else None for name, value in found.items()}
-    primed = read_json(folder / PRIMING) if (folder / PRIMING).is_file() else None
+    primed = history(folder)
     base = primed["base"] if primed else base_name(run.recipe) if run else None
     told = {**run.facts, **({"base": base} if base else {})} if run else None
     card = recipe_metadata(run.recipe) if run else {}

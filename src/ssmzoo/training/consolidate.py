@@ -47,8 +47,6 @@ def consolidate(checkpoint: Path, output: Path) -> Path:
     def write(folder: Path) -> None:
         write_model(checkpoint, folder)
         write_adapter(checkpoint, folder)
-        if (told := history(checkpoint)) is not None:
-            write_json(folder / PRIMING, told, indent=2)
 
     write_folder(output, write)
     return output
@@ -87,7 +85,7 @@ def write_adapter(checkpoint: Path, folder: Path) -> None:
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of a checkpoint: weights, configuration, tokenizer."""
+    """Write the model of a checkpoint: weights, configuration, tokenizer, how it was primed."""
     for path in checkpoint.iterdir():
         if path.name not in _NOT_OF_THE_MODEL:
             if path.is_dir():  # a tokenizer's further chat templates
@@ -96,3 +94,5 @@ def write_model(checkpoint: Path, folder: Path) -> None:
                 shutil.copy2(path, folder)
     with without_bars():
         load_checkpoint(checkpoint).save_pretrained(folder)
+    if (told := history(checkpoint)) is not None:
+        write_json(folder / PRIMING, told, indent=2)

@@ -203,12 +203,7 @@ class RunFolder:
         """
         last = {k: v for line in read_metrics(self.metrics) for k, v in line.items()}
 
-        def write(folder: Path) -> None:
-            write_model(final, folder)
-            if (told := history(final)) is not None:
-                write_json(folder / PRIMING, told, indent=2)
-
-        _renew(self.path / "model", write)
+        _renew(self.path / "model", lambda folder: write_model(final, folder))
         if holds_state_adapter(final):
             _renew(self.path / "adapter", lambda folder: write_adapter(final, folder))
         if scores is not None:
