@@ -3,13 +3,13 @@
 Usage: python eval/speed/llama.py [--llama python] [--layers 24] [--rounds 3] [--threads 1 2]
 
 `--llama` names a Python that has llama-cpp-python, whose `pip install` builds llama.cpp for this
-CPU with cmake; this one needs gguf, and torchao for 8 bits. (On a CPU with AMX, 0.3.36 crashed
+CPU with cmake; this one needs gguf and torchao. (On a CPU with AMX, 0.3.36 crashed
 on Q8_0 unless built without: CMAKE_ARGS="-DGGML_NATIVE=OFF" and the CPU's other features.)
 A Mamba of 130M parameters with random
 weights is written as GGUF and loaded by llama.cpp in F32, BF16, F16, Q8_0 and Q4_K_M. The same
 weights are a model of the zoo ("ours", by `convert_bmojo.from_mamba`), transformers' model on our
-kernels ("accelerated"), and as it comes ("transformers"), in float32, bfloat16, float16 and int8
-(torchao, a scale a row). Longhorn-125m is timed beside them. Batch 1: a prompt of 512, then tokens
+kernels ("accelerated"), and as it comes ("transformers"), in float32, bfloat16, float16, int8
+(torchao, a scale a row) and int4 (torchao, a scale for 32 inputs; layers of other sizes are int8). Longhorn-125m is timed beside them. Batch 1: a prompt of 512, then tokens
 behind it, a call of each model at a time. All take turns, the best of each counts. "read" is the
 share of the measured read bandwidth that a token's weights take; logits of the prompt's last token
 are compared with llama.cpp's in F32. Writes kernels/benchmarks/results/llama.csv.
@@ -38,6 +38,7 @@ from ssmzoo_kernels.machine import circumstances, read_bandwidth
 
 RESULTS = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "results"
 PROMPT, TOKENS, VOCABULARY = 512, 32, 50280
+GROUP = 32  # inputs with a scale of their own in four bits
 FILES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_K_M": 15}  # llama.cpp's numbers
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -167,12 +168,29 @@ class Torch:
 
 def in_precision(model: Any, kind: str) -> Any:
     """Return a model in one of our precisions."""
-    if kind != "int8":
+    if kind in DTYPES:
         return model.to(DTYPES[kind])
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
+    from torchao.quantization import (  # pyright: ignore
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
 
-    quantize_(model, Int8WeightOnlyConfig())
+    if kind == "int4":
+        config = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP))
+        quantize_(model, config, lambda layer, _: in_groups(layer))
+    quantize_(
+        model,
+        Int8WeightOnlyConfig(),
+        lambda layer, _: isinstance(layer, nn.Linear) and (kind == "int8" or not in_groups(layer)),
+    )
     return model
+
+
+def in_groups(layer: nn.Module) -> bool:
+    """Return whether a layer's inputs can be cut into groups with a scale each."""
+    return isinstance(layer, nn.Linear) and layer.in_features % GROUP == 0
 
 
 def runners(python: str, layers: int, folder: Path) -> dict[tuple[str, str], Callable[[int], Any]]:
@@ -199,7 +217,7 @@ def runners(python: str, layers: int, folder: Path) -> dict[tuple[str, str], Cal
         ).eval(),
     }
     for name, make in makers.items():
-        for kind in (*DTYPES, "int8"):
+        for kind in (*DTYPES, "int8", "int4"):
             found[name, kind] = lambda _, make=make, kind=kind: Torch(in_precision(make(), kind))
     found["transformers", "float32"] = lambda _: Torch(mamba(layers))
     return found

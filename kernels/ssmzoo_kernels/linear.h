@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-enum { AS_REAL, BFLOAT16, FLOAT16, INT8 };
+enum { AS_REAL, BFLOAT16, FLOAT16, INT8, INT4 };
 enum { STREAM_BYTES = 4096 }; /* bytes that a stream is asked for ahead */
 
 /* Numbers of one of the types above. */
@@ -208,6 +208,77 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
   }
 }
 
+/* Four bits: of every BLOCK_INPUTS weights a word holds eight of a lane, the first in its lowest bits.
+ * GROUP inputs share a scale, which is 2^-28 times theirs. Behind a row's end lie zeros. */
+enum { GROUP = 32, BLOCK_INPUTS = 8 * LANES };
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t stored_words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* Add the products of a block. A weight n in the highest bits is 2^28 n, exact as a float. */
+INLINE void add_block(int count, int together, const words *word, const REAL *const *x,
+                      const float *const *scale, vec (*sums)[4]) {
+  UNROLL for (int first = 0; first < 8; first += GROUP / LANES) {
+    vec part[4][4] = {{{0}}};
+    UNROLL for (int k = first; k < first + GROUP / LANES; k++) {
+      vec weight[4];
+      UNROLL for (int r = 0; r < together; r++)
+        weight[r] = __builtin_convertvector((ints)(word[r] << (28 - 4 * k) & 0xf0000000u), vec);
+      UNROLL for (int m = 0; m < count; m++) {
+        vec value = *(const stored *)(x[m] + k * LANES);
+        UNROLL for (int r = 0; r < together; r++)
+          part[r][m] = multiply_add(weight[r], value, part[r][m]);
+      }
+    }
+    UNROLL for (int r = 0; r < together; r++) {
+      vec factor = splat((REAL)scale[r][first * LANES / GROUP]);
+      UNROLL for (int m = 0; m < count; m++)
+        sums[r][m] = multiply_add(part[r][m], factor, sums[r][m]);
+    }
+  }
+}
+
+/* The same as product_block for weights of four bits, whose scales are float [outputs, groups]. */
+INLINE void product_of_int4(int count, int together, const REAL *x, int64_t x_row, const void *w,
+                            const void *scale, Numbers bias, REAL *y, int64_t y_row, int64_t inputs,
+                            int64_t first, int64_t last) {
+  const int64_t blocks = (inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
+  const int64_t whole = inputs / BLOCK_INPUTS, line = blocks * LANES;
+  REAL edge[4][BLOCK_INPUTS];
+  if (whole < blocks) UNROLL for (int m = 0; m < count; m++) {
+    memset(edge[m], 0, sizeof edge[m]);
+    memcpy(edge[m], x + m * x_row + whole * BLOCK_INPUTS,
+           (size_t)(inputs - whole * BLOCK_INPUTS) * sizeof(REAL));
+  }
+  for (int64_t o = first; o < last; o += together) {
+    const uint32_t *row[4];
+    const float *factor[4];
+    const REAL *from[4];
+    vec sums[4][4] = {{{0}}};
+    UNROLL for (int r = 0; r < together; r++) { /* past the end, the last one again */
+      int64_t output = o + r < last ? o + r : last - 1;
+      row[r] = (const uint32_t *)w + output * line;
+      factor[r] = (const float *)scale + output * blocks * (BLOCK_INPUTS / GROUP);
+    }
+    for (int64_t b = 0; b < blocks; b++) {
+      words word[4];
+      UNROLL for (int r = 0; r < together; r++) {
+        word[r] = (words) * (const stored_words *)(row[r] + b * LANES);
+        __builtin_prefetch(row[r] + b * LANES + together * line);
+      }
+      UNROLL for (int m = 0; m < count; m++)
+        from[m] = b < whole ? x + m * x_row + b * BLOCK_INPUTS : edge[m];
+      add_block(count, together, word, from, factor, sums);
+      UNROLL for (int r = 0; r < together; r++) factor[r] += BLOCK_INPUTS / GROUP;
+    }
+    UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
+      UNROLL for (int m = 0; m < count; m++) {
+        REAL sum = total(sums[r][m]);
+        y[m * y_row + o + r] = bias.at ? sum + number(bias, o + r) : sum;
+      }
+    }
+  }
+}
+
 /* A part of a product with more rows: weights as REAL, a row an output, which all rows of x read from
  * the nearest cache. What lies behind it is asked for meanwhile, from row to row of x a few rows of it. */
 enum { TILE_ROWS = 64, TILE_OUTPUTS = 16, TILE_INPUTS = 256 };
@@ -335,7 +406,7 @@ static __attribute__((noinline)) void product_tile(Numbers w, Numbers scale, Num
 INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const REAL *x,
                     int64_t x_row, REAL *y, int64_t y_row, int64_t inputs, int64_t first,
                     int64_t last) {
-  if (rows > 8) { /* fewer wait for the memory */
+  if (rows > 8 && w.type != INT4) { /* fewer wait for the memory */
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, each = (rows + tiles - 1) / tiles;
     for (int64_t m = 0; m < rows; m += each)
       for (int64_t o = first; o < last; o += TILE_OUTPUTS)
@@ -352,6 +423,9 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
   if (count == 4) BLOCK(type, 4, 2);      \
   else if (count == 2) BLOCK(type, 2, 4); \
   else BLOCK(type, 1, 4);
+#define BLOCK_OF_INT4(count, together)                                                          \
+  product_of_int4(count, together, x + m * x_row, x_row, w.at, scale.at, bias, y + m * y_row, \
+                  y_row, inputs, o, o + most < last ? o + most : last)
 #define STREAM                               \
   if (count == 4) BLOCK(AS_REAL, 4, 1);      \
   else if (count == 2) BLOCK(AS_REAL, 2, 1); \
@@ -361,6 +435,14 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
       count = rows - m >= 4 ? 4 : rows - m >= 2 ? 2 : 1;
       if (w.type == INT8) {
         CASES(INT8)
+      } else if (w.type == INT4) {
+        if (sizeof(REAL) == 8) continue; /* no weight of four bits stands beside float64 */
+        if (count == 4)
+          BLOCK_OF_INT4(4, 2);
+        else if (count == 2)
+          BLOCK_OF_INT4(2, 4);
+        else
+          BLOCK_OF_INT4(1, 4);
       } else if (w.type == AS_REAL || sizeof(REAL) == 8) {
         /* vectors of 64 bytes wait for nothing but the memory, which is fastest in one stream */
         if (sizeof(vec) == 64) {
@@ -376,6 +458,7 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
     }
 #undef STREAM
 #undef CASES
+#undef BLOCK_OF_INT4
 #undef BLOCK
 }
 

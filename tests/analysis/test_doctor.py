@@ -84,8 +84,8 @@ def test_bytes_and_speed_are_those_of_the_batch():
 def test_the_bandwidth_bound_follows_from_the_bytes_of_each_precision():
     facts = examine_model("longhorn", length=16, device="cpu")
     rates = facts["memory"]["tokens_per_second"]
-    assert list(rates) == ["float32", "bfloat16", "int8"]
-    assert rates["float32"] < rates["bfloat16"] < rates["int8"]
+    assert list(rates) == ["float32", "bfloat16", "int8", "int4"]
+    assert rates["float32"] < rates["bfloat16"] < rates["int8"] < rates["int4"]
     # all but the embedding's table, of which a token reads a row
     family = load_family("longhorn")
     network = family.model_class(family.config(**family.tiny))

@@ -86,11 +86,63 @@ def test_int8_with_a_scale_a_row(dtype, rows, inputs, outputs):
     assert ((y - exact).abs() <= allowed).all()
 
 
+class IntxUnpackedToInt8Tensor(Int8Tensor):
+    """What torchao's of four bits is to us."""
+
+
+def int4(outputs, inputs, dtype, groups, **more):
+    q = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    q[:, ::17], q[:, 5::17] = -8, 7
+    scale = torch.rand(outputs, groups).add(0.1).to(dtype)
+    exact = q.double().view(outputs, groups, -1) * scale.double().unsqueeze(2)
+    return exact.view(outputs, inputs), IntxUnpackedToInt8Tensor(q, scale, dtype, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 23, MOST_ROWS])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "groups"), [(1, 1, 1), (48, 5, 1), (65, 130, 1), (96, 7, 3), (768, 9, 12)]
+)
+@torch.no_grad()
+def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    zero = torch.zeros(outputs, groups, dtype=torch.int8)
+    exact, weight = int4(outputs, inputs, dtype, groups, zero_point=zero)
+    y = few_rows_linear(x, weight, bias)
+    assert last_backend("few_rows_linear") == "cpu"
+    size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
+    exact = F.linear(x.double(), exact, bias.double())
+    allowed = (inputs + 4) * torch.finfo(torch.float32).eps * size
+    if dtype is not torch.float32:
+        allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
+    assert y.dtype == dtype
+    assert ((y - exact).abs() <= allowed).all()
+    for row, alone in zip(y, x.split(1), strict=True):
+        assert few_rows_linear(alone, weight, bias)[0].equal(row)
+
+
+@torch.no_grad()
+def test_four_bits_are_packed_anew_once_their_numbers_change():
+    x = torch.randn(2, 64)
+    _, weight = int4(9, 64, torch.float32, 2)
+    before = few_rows_linear(x, weight)
+    assert linear_maps.few_bits(weight) is linear_maps.few_bits(weight)
+    weight.scale.mul_(2)
+    assert few_rows_linear(x, weight).equal(2 * before)
+    weight.qdata.zero_()
+    assert not few_rows_linear(x, weight).any()
+
+
 def test_other_weights_of_few_bits_are_left_to_their_own_code():
     x = torch.randn(2, 32)
     ones = torch.ones(9, 1, dtype=torch.int8)
+    odd = int4(9, 32, torch.float32, 2)[1]  # groups of 16
+    wide = int4(9, 32, torch.float32, 1)[1]
+    wide.qdata[3, 4] = 8
+    others = [odd, wide, int4(9, 32, torch.float32, 1, zero_point=ones)[1]]
     for more in ({"zero_point": ones}, {"act_quant_kwargs": object()}):
-        _, weight = int8(9, 32, torch.float32, **more)
+        others.append(int8(9, 32, torch.float32, **more)[1])
+    for weight in others:
         with torch.no_grad(), pytest.raises(AssertionError, match="was called"):
             few_rows_linear(x, weight)
     assert last_backend("few_rows_linear") is None
@@ -194,7 +246,14 @@ def test_many_rows_of_16_bits_are_rounded_once(no_units, dtype, outputs, biased)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "bits"),
-    [(torch.float32, 32), (torch.float32, 8), (torch.float16, 8), (torch.bfloat16, 8)],
+    [
+        (torch.float32, 32),
+        *(
+            (dtype, bits)
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+            for bits in (8, 4)
+        ),
+    ],
     ids=str,
 )
 @torch.no_grad()
@@ -205,6 +264,8 @@ def test_many_rows_are_as_exact_as_sums_in_float32(no_units, dtype, bits, output
     exact = weight.double()
     if bits == 8:
         exact, weight = int8(outputs, 65, dtype)
+    elif bits == 4:
+        exact, weight = int4(outputs, 65, dtype, 1)
     y = linear_maps.many_rows_linear(x, weight, bias)
     size = F.linear(x.double().abs(), exact.abs(), None if bias is None else bias.double().abs())
     exact = F.linear(x.double(), exact, None if bias is None else bias.double())
@@ -215,6 +276,16 @@ def test_many_rows_are_as_exact_as_sums_in_float32(no_units, dtype, bits, output
     assert y.shape == (2, 9, outputs)
     assert y.dtype is dtype
     assert ((y - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@torch.no_grad()
+def test_many_rows_of_four_bits_are_scaled_by_group(groups):
+    x, (exact, weight) = torch.randn(9, 96), int4(300, 96, torch.float32, groups)
+    y = linear_maps.many_rows_linear(x, weight)
+    size = F.linear(x.double().abs(), exact.abs())
+    allowed = (96 + 2) * torch.finfo(torch.float32).eps * size
+    assert ((y - F.linear(x.double(), exact)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

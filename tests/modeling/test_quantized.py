@@ -33,8 +33,10 @@ from tests.stock_models import tiny
 from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
     quantize_,
 )
+from torchao.quantization.granularity import PerAxis, PerGroup
 
 from ssmzoo import accelerate
 
@@ -79,11 +81,24 @@ exact = decoded(model, ids)
 quantize_(model, Int8DynamicActivationInt8WeightConfig())
 assert (decoded(model, ids) - exact).abs().max() <= 0.1 * exact.abs().max()
 
-for name in ("longhorn", "coffee", "rtf"):
+four, rows = (
+    IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=granularity)
+    for granularity in (PerGroup(32), PerAxis(0))
+)
+for name, config in (
+    *((name, Int8WeightOnlyConfig()) for name in ("longhorn", "coffee", "rtf")),
+    ("longhorn", rows),
+    ("longhorn", four),
+    ("rtf", four),
+):
     family = load_family(name)
-    model = family.causal_lm_class(family.config(**family.tiny)).eval()
+    wide = {"hidden_size": 64} if config is four else {}
+    model = family.causal_lm_class(family.config(**family.tiny, **wide)).eval()
     ids = torch.arange(3, 15)[None]
-    quantize_(model, Int8WeightOnlyConfig())
+    if config is four:  # others keep float32
+        quantize_(model, config, lambda m, _: type(m).__name__ == "Linear" and m.in_features % 32 == 0)
+    else:
+        quantize_(model, config)
     judge = copy.deepcopy(model)
     for layer in judge.modules():
         if isinstance(layer, torch.nn.Linear):

@@ -8,12 +8,13 @@ is the layer that owns it, so adapters around that layer keep working.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ssmzoo_kernels import dispatch, native
 from ssmzoo_kernels.few_rows_linear import cpu
@@ -43,13 +44,13 @@ def few_rows_linear(
 
     Takes the C kernel where it is the faster one: on a CPU, at most ``MOST_ROWS`` rows, a kernel
     that can be built and that ``use_backend`` allows, neither tracing nor autocast; else
-    ``F.linear``. With bfloat16 and float16, sums are float32. A weight may be torchao's int8 with a
-    scale a row: see :func:`rows_of_int8`.
+    ``F.linear``. With bfloat16 and float16, sums are float32. A weight may be torchao's of 8 or 4
+    bits: see :func:`few_bits`.
 
     Returns:
         ``[..., O]`` in x's dtype.
     """
-    rows = None
+    bits = None
     inputs = weight.shape[-1]
     count = x.numel() // inputs if inputs else 0
     # dispatch.decodes_on_cpu and takes_kernels, written out: a step asks for every linear map
@@ -73,7 +74,7 @@ def few_rows_linear(
         and weight.dim() == 2
         and (
             (type(weight) in (Tensor, torch.nn.Parameter) and weight.is_contiguous())
-            or (rows := rows_of_int8(weight)) is not None
+            or (bits := few_bits(weight)) is not None
         )
         and (
             bias is None
@@ -91,13 +92,14 @@ def few_rows_linear(
     dispatch.record(OP, "cpu")
     kind, scale = x.dtype, None
     number = cpu.HALVES.get(kind, 0)
-    if rows is not None:
-        weight, scale = rows
-        number = cpu.INT8
+    outputs = weight.shape[0]
+    if bits is not None:
+        weight, scale = bits
+        number = cpu.FEW_BITS[weight.dtype]
     if kind in cpu.HALVES:
         x, bias = x.float(), None if bias is None else bias.float()
     x = x.contiguous()
-    y = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device="cpu")
+    y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device="cpu")
     cpu.load(x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
@@ -108,7 +110,7 @@ def few_rows_linear(
         y.data_ptr(),
         count,
         inputs,
-        weight.shape[0],
+        outputs,
         torch.get_num_threads() if weight.numel() > native.ONE_THREADS_WORK else 1,
     )
     return y if y.dtype is kind else y.to(kind)
@@ -123,9 +125,9 @@ def many_rows_linear(
 
     float32 and float64, with gradients of any order, by a C kernel where torch's own is half as
     fast (MKL on AMD's CPUs with AVX-512). Without gradients, 16-bit numbers for which the CPU has
-    no units are widened to float32, the weight tile by tile, and rounded once at the end; so is
-    torchao's int8 with a scale a row (:func:`rows_of_int8`) beside such numbers or float32. All
-    else, and anywhere but on a CPU, by ``F.linear``.
+    no units are widened to float32, the weight tile by tile, and rounded once at the end; so are
+    torchao's 8 or 4 bits (:func:`few_bits`) beside such numbers or float32. All else, and anywhere
+    but on a CPU, by ``F.linear``.
 
     Returns:
         ``[..., O]`` in x's dtype.
@@ -156,19 +158,22 @@ def many_rows_linear(
         return F.linear(x, weight, bias)
     scale = None
     if not plain:
-        rows = rows_of_int8(weight)
-        if rows is None:
+        if few_bits(weight) is None:
             return F.linear(x, weight, bias)
-        weight, scale = rows[0], rows[1].flatten()
+        bits: Any = weight
+        weight, scale = bits.qdata, bits.scale.view(weight.shape[0], -1)
     wide, y = x.float(), x.new_empty((*x.shape[:-1], weight.shape[0]))
     multiply = F.linear
     if cpu.outruns_torch() and not dispatch.kernel_missing(OP, torch.float32, "many"):
         wide, multiply = wide.reshape(-1, wide.shape[-1]), cpu.multiply
     for first in range(0, weight.shape[0], TILE):
         part = slice(first, first + TILE)
-        some = multiply(wide, weight[part].float()).view(*x.shape[:-1], -1)
-        if scale is not None:
-            some *= scale[part]
+        tile = weight[part].float()
+        if scale is not None and scale.shape[1] > 1:
+            tile.view(*scale[part].shape, -1).mul_(scale[part].unsqueeze(2))
+        some = multiply(wide, tile).view(*x.shape[:-1], -1)
+        if scale is not None and scale.shape[1] == 1:
+            some *= scale[part, 0]
         if bias is not None:
             some += bias[part]
         y[..., part] = some
@@ -223,33 +228,85 @@ def _multiplies(kind: torch.dtype) -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def rows_of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the parts of torchao's weight ``[O, I]``, None if it is of another kind.
+def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
+    """Return torchao's weight ``[O, I]`` as the kernels read it, None if it is of another kind.
 
-    ``weight ~ scale q`` with q int8 and a scale a row, symmetric: of every row the greatest number
-    becomes 127, so an entry is off by at most a 254th of that.
+    ``weight ~ scale q``, symmetric, of its ``Int8Tensor`` with a scale a row or of its
+    ``IntxUnpackedToInt8Tensor`` of four bits with a scale a row or for groups of 32 inputs or more.
+    An entry is off by half its scale: of 8 bits a 254th of its row's greatest number, of 4 bits a
+    15th of its group's.
 
     Returns:
-        q ``[O, I]`` and the scales, O of them; both contiguous.
+        q as int8 ``[O, I]`` and O scales; or packed, eight to an int32, and float32 scales for 32
+        inputs each, of which the same object is returned until they change. All contiguous.
     """
-    if type(weight).__name__ != "Int8Tensor":
+    kind = type(weight).__name__
+    if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
         return None
     q, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     zero = getattr(weight, "zero_point", None)
-    others = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale")
+    others = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
     if (
         type(q) is not Tensor
         or type(scale) is not Tensor
         or q.dtype is not torch.int8
         or q.dim() != 2
-        or scale.numel() != q.shape[0]
-        or scale.dtype not in (_WIDE[weight.dtype], *cpu.HALVES)
+        or q.device.type != "cpu"
         or not (q.is_contiguous() and scale.is_contiguous())
         or any(getattr(weight, name, None) is not None for name in others)
+    ):
+        return None
+    if kind == "IntxUnpackedToInt8Tensor":
+        return _packed(q, scale, zero)
+    if (
+        scale.numel() != q.shape[0]
+        or scale.dtype not in (_WIDE[weight.dtype], *cpu.HALVES)
         or (zero is not None and bool(zero.any()))
     ):
         return None
     return q, scale
 
 
-__all__ = ["MOST_ROWS", "MUCH_WORK", "few_rows_linear", "many_rows_linear", "rows_of_int8"]
+class _Packed(NamedTuple):
+    versions: list[tuple[int, int]]  # of the numbers that were packed
+    found: tuple[Tensor, Tensor] | None
+
+
+_packed_weights: Any = WeakTensorKeyDictionary()  # by q
+
+
+def _packed(q: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Pack q as linear.h reads four bits; None if it has others, or scales for other groups."""
+    known = _packed_weights.get(q)
+    versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in (q, scale)]
+    if known is None or known.versions != versions:
+        known = _packed_weights[q] = _Packed(versions, _pack(q, scale, zero))
+    return known.found
+
+
+def _pack(q: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    outputs, inputs = q.shape
+    groups = scale.shape[-1]
+    each = inputs // groups if groups else 0
+    if (
+        dispatch.kernel_missing(OP, torch.float32)
+        or not q.numel()
+        or scale.shape != (outputs, groups)
+        or (each % cpu.GROUP and groups > 1)
+        or not -8 <= int(q.min()) <= int(q.max()) <= 7
+        or (zero is not None and bool(zero.any()))
+    ):
+        return None
+    block = cpu.block_inputs()
+    padding = -inputs % block
+    nibbles = F.pad(q.to(torch.int32) & 15, (0, padding)).view(outputs, -1, 8, block // 8)
+    packed = torch.zeros_like(nibbles[:, :, 0])
+    for place in range(8):
+        packed |= nibbles[:, :, place] << 4 * place
+    repeats = -(-each // cpu.GROUP)
+    scales = scale.float().repeat_interleave(repeats, dim=1) * 2.0**-28
+    scales = F.pad(scales, (0, packed[0].numel() * 8 // cpu.GROUP - scales.shape[1]))
+    return packed.view(outputs, -1), scales
+
+
+__all__ = ["MOST_ROWS", "MUCH_WORK", "few_bits", "few_rows_linear", "many_rows_linear"]

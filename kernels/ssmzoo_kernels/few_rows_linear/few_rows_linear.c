@@ -12,3 +12,6 @@ void few_rows_linear(const REAL *x, const void *w, int64_t type, const void *sca
     product(weights, scales, added, rows, x, inputs, y, outputs, inputs, first, last);
   }
 }
+
+/* How many weights of four bits a block has, in which they are packed. */
+int64_t block_inputs(void) { return BLOCK_INPUTS; }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo_kernels import dispatch, native
-from ssmzoo_kernels.few_rows_linear.cpu import HALVES, INT8
+from ssmzoo_kernels.few_rows_linear.cpu import FEW_BITS, HALVES
 from ssmzoo_kernels.token_step import cpu
 
 OP = "token_step"
@@ -102,17 +102,17 @@ class Writer:
         weight: Tensor,  # [O, I]
         bias: Tensor | None = None,  # [O]
         into: Value | None = None,
-        scale: Tensor | None = None,  # O numbers
+        scale: Tensor | None = None,
     ) -> Value:
-        """``y = W x + b``, with a scale ``scale (W x) + b``, where W may be int8.
+        """``y = W x + b``; weight and scale may be :func:`~ssmzoo_kernels.few_rows_linear.few_bits`.
 
         ``into`` is where y goes, or a new value.
         """
-        outputs, inputs = weight.shape
-        if (weight.dtype is torch.int8) != (scale is not None):
-            raise ValueError(f"Program: int8 and a scale go together, got {weight.dtype}")
+        outputs = weight.shape[0]
+        if (weight.dtype in FEW_BITS) != (scale is not None):
+            raise ValueError(f"Program: few bits and a scale go together, got {weight.dtype}")
         weights = (weight, bias, scale)
-        return self._add(Code.LINEAR, outputs, (x,), weights, (inputs, outputs), out=into)
+        return self._add(Code.LINEAR, outputs, (x,), weights, (x.width, outputs), out=into)
 
     def rms_norm(
         self,
@@ -230,8 +230,8 @@ class Writer:
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            matrix_of_int8 = kind == Code.LINEAR and i == 0 and weight.dtype is torch.int8
-            if weight.dtype not in (self.dtype, *halves) and not matrix_of_int8:
+            few_bits = FEW_BITS.get(weight.dtype) if kind == Code.LINEAR and i == 0 else None
+            if weight.dtype not in (self.dtype, *halves) and few_bits is None:
                 more = " or of 16 bits" if halves else ""
                 raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")
             if not weight.is_contiguous():
@@ -240,7 +240,7 @@ class Writer:
             self.work += weight.numel()
             made.data[i].at, made.data[i].type = (
                 weight.data_ptr(),
-                INT8 if matrix_of_int8 else self._type(weight.dtype),
+                few_bits or self._type(weight.dtype),
             )
         made.size[: len(size)] = list(size)
         made.number[: len(numbers)] = list(numbers)

@@ -240,6 +240,7 @@ def _memory(network: Any) -> dict[str, Any]:
     )
     scales = 4 * sum(shape[0] for shape in linear.values())
     sizes = {"float32": 4 * entries, "bfloat16": 2 * entries, "int8": entries + scales}
+    sizes["int4"] = 5 * entries // 8  # with a float32 scale for 32 inputs
     bandwidth = read_bandwidth()
     return {
         "read_gb_s": round(bandwidth / 1e9, 1),

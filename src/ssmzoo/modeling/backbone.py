@@ -26,7 +26,7 @@ from ssmzoo.modeling.cache import (
 from ssmzoo.modeling.cache_identity import STATE_ADAPTER
 from ssmzoo.modeling.compat import CACHE, BaseModelOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import JoinedLayers
+from ssmzoo.modeling.decoding import JoinedLayers, decoding_of, is_token, joined_layers
 from ssmzoo.modeling.dynamics import Trajectories
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.images import ImageEmbedding
@@ -361,16 +361,21 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = packing.flat(hidden_states)
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
-        joined = None
-        if hidden_states.shape[1] == 1 and packing is passing is None and not output_hidden_states:
-            joined = JoinedLayers()
+        joined: Mapping[int, JoinedLayers] = {}
+        if packing is passing is None and not output_hidden_states:
+            if is_token(self, hidden_states, packing):
+                joined = joined_layers(self, states)
+        done = 0  # layers that were read together
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=False)):
-            if joined is not None:
-                if (y := joined.take(layer, hidden_states, state)) is not None:
+            if index < done:
+                continue
+            if (run := joined.get(index)) is not None:
+                done = index + len(run.layers)
+                if (y := run(hidden_states, states[index:done])) is not None:
                     hidden_states = y
                     continue
-                if joined.calls:
-                    joined.run()
+                # called one by one, and joined anew before the next token
+                done, joined, decoding_of(self).joined_steps = 0, {}, None
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 given = hidden_states if packing is None else packing.batch(hidden_states, batch)
@@ -379,8 +384,6 @@ class SSMModel(SSMPreTrainedModel):
             if passing is not None:
                 passing.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
-        if joined is not None and joined.calls:
-            joined.run()
         if isinstance(self.norm, BatchNorm) and packing is not None:
             hidden_states = self.norm(hidden_states, packing.real())
         elif self.norm is not None:

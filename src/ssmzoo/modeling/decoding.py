@@ -10,7 +10,9 @@ prove that it computes the same.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,15 +70,18 @@ class _Step:
             and self.parts.unchanged()
         )
 
-    def tensors(self, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the program is given: the input, an output to be written, the states."""
-        y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
-        return [x if x.is_contiguous() else x.contiguous(), y, *states]
+    def follows(self, before: _Step) -> bool:
+        """Return whether it reads what another one writes, and leaves the like."""
+        return (
+            self.program.dtype is before.program.dtype
+            and (self.format, self.width) == (before.dtype, before.outputs)
+            and (self.dtype, self.outputs) == (before.dtype, before.outputs)
+        )
 
     def __call__(self, x: Tensor, states: Sequence[Tensor]) -> Tensor:
-        tensors = self.tensors(x, states)
-        _run([(self, tensors)])
-        return tensors[1]
+        y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
+        _run([(self, [x if x.is_contiguous() else x.contiguous(), y, *states])])
+        return y
 
 
 def _run(calls: Sequence[tuple[_Step, Sequence[Tensor]]]) -> None:
@@ -104,6 +109,9 @@ class Decoding:
     why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
     code: ForwardCode | None = None  # which gave it
+    # of a backbone: its layers that are joined, and all layers' programs when they were
+    joined: dict[int, JoinedLayers]
+    joined_steps: list[_Step | None] | None = None
 
     def __reduce__(self) -> Any:
         """Leave the program, which has addresses of weights, out of copies and files."""
@@ -217,57 +225,118 @@ def _next_states(
 
 
 class JoinedLayers:
-    """The tokens of layers that follow one another, in one call of C.
+    """Layers that follow one another, whose tokens one call of C reads.
 
-    Between two calls of C the memory, for which decoding waits, has nothing to do.
+    Between two calls of C the memory, for which decoding waits, has nothing to do. What every layer
+    asks before its token is asked for all of them at once: weights stream through the caches, so
+    that every look is a slow one.
 
-    Attributes:
-        calls: The programs of layers that were taken and not run yet, and their tensors.
+    Args:
+        layers: Each an :class:`~ssmzoo.modeling.block.SSMBlock` with a program, which reads what
+            the program before it writes.
+        names: The names of each layer's states.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[_Step, list[Tensor]]] = []
-        self._layers: list[tuple[Any, LayerState]] = []
+    def __init__(self, layers: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
+        self.layers = [*layers]
+        self._steps: list[_Step] = [layer.__dict__[DECODING].step for layer in layers]
+        self._parts = ModuleParts.joined([step.parts for step in self._steps])
+        self._mixers = [layer.mixer for layer in layers]
+        self._classes = {type(layer): layer for layer in layers}
+        self._names = names
+        self._in_place = [
+            name in layer.mixer.written_in_place
+            for layer, held in zip(layers, names, strict=True)
+            for name in held
+        ]
+        self._kinds = [kind for step in self._steps for kind in step.states]
 
-    def take(self, layer: Any, x: Tensor, state: LayerState) -> Tensor | None:
-        """Return where a layer's output will be after :meth:`run`; None: the layer must be called.
+    def __call__(self, x: Tensor, states: Sequence[LayerState]) -> Tensor | None:
+        """Return the last layer's output; None: the layers must be called one by one.
 
-        It must be called if it reads no token by a program that was proved, or calling it does
-        more.
+        They must be called if one of them is not what its program was written for, or calling it
+        does more.
 
         Args:
-            layer: An :class:`~ssmzoo.modeling.block.SSMBlock`.
-            x: What it reads, ``[B, L, D]``, perhaps the output of the layer that was taken last.
-            state: Its state.
+            x: What the first layer reads, ``[B, 1, D]``.
+            states: The states of the layers.
         """
-        known: Decoding | None = layer.__dict__.get(DECODING)
-        if known is None or (step := known.step) is None:
+        try:
+            before = [
+                state.initial[name]
+                for state, names in zip(states, self._names, strict=True)
+                for name in names
+            ]
+        except KeyError:  # a cache of another kind of call
             return None
-        if not (layer.writes(x, state, None) and layer.runs_its_own_code()):
+        if not self._apply(x, states, before):
             return None
-        names = sorted(state.initial)
-        states = [state.initial[name] for name in names]
-        if not (_may_decode(known, x, states, state.checked_code) and step.fits(x, states)):
-            return None
-        if self.calls and self.calls[0][0].program.dtype is not step.program.dtype:
-            return None
-        changed = _next_states(names, states, layer.mixer.written_in_place)
-        tensors = step.tensors(x, changed)
-        self.calls.append((step, tensors))
-        self._layers.append((layer, state))
-        state.final.update(zip(names, changed, strict=True))
-        return tensors[1]
-
-    def run(self) -> None:
-        """Run the layers that were taken."""
-        calls, layers = self.calls, self._layers
-        self.calls, self._layers = [], []
+        changed = [
+            state if own and _writable(state) else state.clone()
+            for own, state in zip(self._in_place, before, strict=True)
+        ]
+        left, calls = iter(changed), []
+        y = x.new_empty((*x.shape[:-1], self._steps[-1].outputs), dtype=self._steps[-1].dtype)
+        given = x if x.is_contiguous() else x.contiguous()
+        for step in self._steps:
+            calls.append((step, [given, y, *itertools.islice(left, len(step.states))]))
+            given = y  # read before it is written
         try:
             _run(calls)
         except FloatingPointError:  # a layer's own code has the better message
-            x = calls[0][1][0]
-            for (_, tensors), (layer, state) in zip(calls, layers, strict=True):
-                x = tensors[1].copy_(layer(x, state, None))
+            return None
+        for state, names, (_, tensors) in zip(states, self._names, calls, strict=True):
+            state.final.update(zip(names, tensors[2:], strict=True))
+        return y
+
+    def _apply(self, x: Tensor, states: Sequence[LayerState], before: list[Tensor]) -> bool:
+        """Return whether the programs may run now."""
+        first, rows = self._steps[0], x.shape[0]
+        checked = states[0].checked_code
+        return (
+            x.dtype is first.format
+            and x.shape[-1] == first.width
+            and [*map(_KIND, before)] == [(kind, (rows, *rest), True) for kind, rest in self._kinds]
+            and all(map(Tensor.is_contiguous, before))
+            and _programs_run(x)
+            and not any(map(_TRAINING, self.layers))
+            and all(layer.runs_its_own_code() for layer in self._classes.values())
+            and all(m.next_is_written(s) for m, s in zip(self._mixers, states, strict=True))
+            and self._parts.same_code(checked)
+            and self._parts.unchanged()
+        )
+
+
+_KIND = operator.attrgetter("dtype", "shape", "is_cpu")
+_TRAINING = operator.attrgetter("training")
+
+
+def joined_layers(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedLayers]:
+    """Return a model's layers whose programs run in one call, by the place of the first.
+
+    Args:
+        model: A backbone; its ``layers`` have been called or not.
+        states: Their states, before a token.
+    """
+    known = decoding_of(model)
+    layers = [*itertools.islice(model.layers._modules.values(), len(states))]
+    steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
+    if known.joined_steps == steps:
+        return known.joined
+    runs: dict[int, list[int]] = {}
+    for index, step in enumerate(steps):
+        if step is None or not states[index].initial or not layers[index].runs_its_own_code():
+            continue
+        last = next(reversed(runs.values()), [])
+        if last and last[-1] == index - 1 and step.follows(steps[index - 1]):
+            last.append(index)
+        else:
+            runs[index] = [index]
+    known.joined_steps, known.joined = steps, {}
+    for first, places in runs.items():
+        names = [sorted(states[index].initial) for index in places]
+        known.joined[first] = JoinedLayers([layers[index] for index in places], names)
+    return known.joined
 
 
 def is_token(module: nn.Module, x: Tensor, packing: Sequences | None) -> bool:
@@ -292,15 +361,7 @@ def _may_decode(
     """Return whether a program may run a module's token now."""
     if known.refused is not None and known.refused(x, checked):
         return False
-    if (
-        not decodes_on_cpu(x)
-        or not x.numel()
-        or (x.numel() > MOST_ROWS * x.shape[-1] and x.shape[-2] > 1)  # a prompt
-        or x.dtype not in FORMATS
-        or not takes_kernels()
-        or module_hooks._global_forward_hooks
-        or module_hooks._global_forward_pre_hooks
-    ):
+    if not _programs_run(x):
         if x.device.type != "cpu":
             known.step = None  # which would keep weights that were moved in memory
         return False
@@ -313,6 +374,19 @@ def _may_decode(
     known.step, known.why = None, "its code was replaced"
     known.refused = lambda _, checked: not step.parts.same_code(checked)
     return False
+
+
+def _programs_run(x: Tensor) -> bool:
+    """Return whether programs may read an input as things are now."""
+    return bool(
+        decodes_on_cpu(x)
+        and x.numel()
+        and (x.numel() <= MOST_ROWS * x.shape[-1] or x.shape[-2] == 1)  # no prompt
+        and x.dtype in FORMATS
+        and takes_kernels()
+        and not module_hooks._global_forward_hooks
+        and not module_hooks._global_forward_pre_hooks
+    )
 
 
 def _prove(

@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
-from ssmzoo_kernels.few_rows_linear import rows_of_int8
+from ssmzoo_kernels.few_rows_linear import few_bits
 from ssmzoo_kernels.token_step import Program, Value
 
 FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HOOKS = operator.itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+_SHAPE = operator.attrgetter("shape")
 
 T = TypeVar("T")
 
@@ -57,22 +58,39 @@ class ModuleParts:
         self.root: Any = module
         self.dtype = dtype
         self._layers = [*module.modules()]
-        self._children = [
-            (layer._modules, [*layer._modules.values()]) for layer in self._layers if layer._modules
-        ]
+        self._children = [layer._modules for layer in self._layers if layer._modules]
+        self._kept_children = [*_values(self._children)]
         self._attributes = [layer.__dict__ for layer in self._layers]
         self._sizes = [*map(len, self._attributes)]
         self._classes = [*map(type, self._layers)]
-        self._code = current_code(self._classes)
+        self._code = [current_code(self._classes)]
+        self._inner = self._attributes[1:]  # hooks of the root see its output
         self._hooked = self._hooks()
-        # hooks of the root see its output; those of Accelerate are an object's own forward
-        own = any(not self._code.methods.isdisjoint(held) for held in self._attributes[1:])
-        inner = self._code.methods - {"forward"}
+        # hooks of Accelerate are an object's own forward
+        methods = self._code[0].methods
+        own = any(not methods.isdisjoint(held) for held in self._inner)
+        inner = methods - {"forward"}
         self.watched = self._hooked or own or not inner.isdisjoint(module.__dict__)
-        self._held: list[tuple[dict[str, Any], str, Any]] = []
-        self._weights: list[tuple[Tensor, int, torch.Size]] = []
-        self._settings: list[tuple[Any, str, Any]] = []
-        self._derived: list[tuple[Callable[[], Any], Any]] = []
+        # columns of tables, so that each kind is compared in few calls
+        self._held: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
+        self._weights: tuple[list[Tensor], list[int], list[torch.Size]] = [], [], []
+        self._settings: tuple[list[Any], list[str], list[Any]] = [], [], []
+        self._derived: tuple[list[Callable[[], Any]], list[Any]] = [], []
+
+    @classmethod
+    def joined(cls, several: Sequence[ModuleParts]) -> ModuleParts:
+        """Return the parts of modules that are looked at together; none may have hooks."""
+        one = copy.copy(several[0])
+        for name in ("_layers", "_children", "_kept_children", "_attributes", "_sizes", "_classes"):
+            setattr(one, name, [x for parts in several for x in getattr(parts, name)])
+        for name in ("_held", "_weights", "_settings", "_derived"):
+            tables = zip(*(getattr(parts, name) for parts in several), strict=True)
+            setattr(
+                one, name, tuple([x for column in columns for x in column] for columns in tables)
+            )
+        one._code = [*dict.fromkeys(code for parts in several for code in parts._code)]
+        one._inner = one._attributes
+        return one
 
     def layer(self, name: str, *kinds: type[nn.Module]) -> Any:
         """Return a submodule, of one of some classes or of any."""
@@ -94,7 +112,7 @@ class ModuleParts:
     def weight(self, owner: nn.Module, name: str = "weight", optional: bool = False) -> Any:
         """Return a parameter."""
         kept = owner._parameters.get(name)
-        self._held.append((owner._parameters, name, kept))
+        _add(self._held, owner._parameters, name, kept)
         if kept is None and optional and getattr(owner, name, None) is None:
             return None
         if (
@@ -104,29 +122,29 @@ class ModuleParts:
             or not kept.is_contiguous()
         ):
             raise UnservedError
-        self._weights.append((kept, kept.data_ptr(), kept.shape))
+        _add(self._weights, kept, kept.data_ptr(), kept.shape)
         return kept.detach()
 
     def buffer(self, owner: nn.Module, name: str) -> Tensor | None:
         """Return a buffer of numbers that no gradient changes, None if there is none."""
         held = owner._buffers.get(name)
-        self._held.append((owner._buffers, name, held))
+        _add(self._held, owner._buffers, name, held)
         if held is not None:
             if held.dtype not in FORMATS or held.device.type != "cpu" or not held.is_contiguous():
                 raise UnservedError
-            self._weights.append((held, held.data_ptr(), held.shape))
+            _add(self._weights, held, held.data_ptr(), held.shape)
         return held
 
     def derived(self, make: Callable[[], T]) -> T:
         """Return the value of a function that returns the same object until its inputs change."""
         value = make()
-        self._derived.append((make, value))
+        _add(self._derived, make, value)
         return value
 
     def setting(self, owner: object, name: str) -> Any:
         """Return a plain attribute, None if there is none."""
         value = getattr(owner, name, None)
-        self._settings.append((owner, name, value))
+        _add(self._settings, owner, name, value)
         return value
 
     def eps(self, layer: nn.Module) -> float:
@@ -136,17 +154,21 @@ class ModuleParts:
         return self.setting(layer, name)
 
     def matrix(self, layer: nn.Module) -> tuple[Any, Any]:
-        """Return a linear layer's weight, and its scales if it is int8 with one a row."""
+        """Return a linear layer's weight and scales, see :func:`few_bits`, or its weight and None."""
         kept: Any = layer._parameters.get("weight")
         scale = None
-        if (rows := rows_of_int8(kept)) is None:
+        if (bits := few_bits(kept)) is None:
             weight = self.weight(layer)
         else:
-            weight, scale = rows
-            self._held.append((layer._parameters, "weight", kept))
-            self._weights += [(part, part.data_ptr(), part.shape) for part in rows]
-            for name, part in zip(("qdata", "scale"), rows, strict=True):
-                self._derived.append((functools.partial(getattr, kept, name), part))
+            weight, scale = bits
+            _add(self._held, layer._parameters, "weight", kept)
+            for part in bits:
+                _add(self._weights, part, part.data_ptr(), part.shape)
+            if weight is kept.qdata:
+                for name, part in zip(("qdata", "scale"), bits, strict=True):
+                    _add(self._derived, functools.partial(getattr, kept, name), part)
+            else:
+                _add(self._derived, functools.partial(few_bits, kept), bits)
         if kept.dtype is not self.dtype:  # the dtype of its own code's inputs
             raise UnservedError
         return weight, scale
@@ -155,7 +177,7 @@ class ModuleParts:
         """Write a linear layer's instruction."""
         layer = self.layer(name, nn.Linear)
         weight, scale = self.matrix(layer)
-        if weight.shape[1] != x.width:
+        if layer._parameters["weight"].shape[1] != x.width:
             raise UnservedError
         return program.linear(x, weight, self.weight(layer, "bias", optional=True), into, scale)
 
@@ -169,30 +191,40 @@ class ModuleParts:
 
     def _hooks(self) -> bool:
         """Return whether a layer but the root has hooks, in few calls."""
-        return any(map(any, map(_HOOKS, itertools.islice(self._attributes, 1, None))))
+        return any(map(any, map(_HOOKS, self._inner)))
 
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
         """Return whether the layers have the same classes, and these the same code, as before."""
-        return [*map(type, self._layers)] == self._classes and self._code.unchanged(checked)
+        if [*map(type, self._layers)] != self._classes:
+            return False
+        return all(code.unchanged(checked) for code in self._code)
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved, hooked or added since, code aside."""
-        for held, kept in self._children:
-            if [*held.values()] != kept:
-                return False
-        for holder, name, kept in self._held:
-            if holder.get(name) is not kept:
-                return False
-        for owner, name, value in self._settings:
-            if getattr(owner, name, None) != value:
-                return False
-        for weight, address, shape in self._weights:
-            if weight.data_ptr() != address or weight.shape != shape or not weight.is_contiguous():
-                return False
-        for make, value in self._derived:
-            if make() is not value:
-                return False
-        return self._hooks() is self._hooked and [*map(len, self._attributes)] == self._sizes
+        weights, addresses, shapes = self._weights
+        owners, names, values = self._settings
+        holders, entries, kept = self._held
+        makers, made = self._derived
+        return (
+            [*_values(self._children)] == self._kept_children
+            and all(map(operator.is_, map(dict.get, holders, entries), kept))
+            and [*map(getattr, owners, names, itertools.repeat(None))] == values
+            and [*map(Tensor.data_ptr, weights)] == addresses
+            and [*map(_SHAPE, weights)] == shapes
+            and all(map(Tensor.is_contiguous, weights))
+            and all(map(operator.is_, map(operator.call, makers), made))
+            and self._hooks() is self._hooked
+            and [*map(len, self._attributes)] == self._sizes
+        )
+
+
+def _add(table: tuple[list[Any], ...], *row: Any) -> None:
+    for column, value in zip(table, row, strict=True):
+        column.append(value)
+
+
+def _values(held: list[Any]) -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(dict.values, held))
 
 
 def is_watched(layer: nn.Module) -> bool:

@@ -165,7 +165,9 @@ def grouped_delta(program: Program, parts: ModuleParts, x: Value, states: Sequen
         if sum(widths) != len(weight):
             raise UnservedError
         wanted = [piece[group] for group in range(groups) for piece in pieces]
-        scales = [None] * len(widths) if scale is None else scale.flatten().split(widths)
+        scales = [None] * len(widths)
+        if scale is not None:
+            scales = scale.view(len(weight), -1).split(widths)
         for rows, own, piece in zip(weight.split(widths), scales, wanted, strict=True):
             program.linear(x, rows, into=piece, scale=own)
     y = _delta_rule(program, parts, states, mixed, dt, beta)

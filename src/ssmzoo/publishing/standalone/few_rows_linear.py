@@ -27,5 +27,5 @@ def many_rows_linear(
     return F.linear(x, weight, bias)
 
 
-def rows_of_int8(weight: Any) -> None:
+def few_bits(weight: Any) -> None:
     """Return what a weight of few bits is made of, for a kernel: there is none."""
