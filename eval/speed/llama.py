@@ -5,14 +5,15 @@ Usage: python eval/speed/llama.py [--llama python] [--layers 24] [--rounds 3] [-
 `--llama` names a Python that has llama-cpp-python, whose `pip install` builds llama.cpp for this
 CPU with cmake; this one needs gguf and torchao. (On a CPU with AMX, 0.3.36 crashed
 on Q8_0 unless built without: CMAKE_ARGS="-DGGML_NATIVE=OFF" and the CPU's other features.)
-A Mamba of 130M parameters with random
-weights is written as GGUF and loaded by llama.cpp in F32, BF16, F16, Q8_0 and Q4_K_M. The same
-weights are a model of the zoo ("ours", by `convert_bmojo.from_mamba`), transformers' model on our
-kernels ("accelerated"), and as it comes ("transformers"), in float32, bfloat16, float16, int8
-(torchao, a scale a row) and int4 (torchao, a scale for 32 inputs; layers of other sizes are int8). Longhorn-125m is timed beside them. Batch 1: a prompt of 512, then tokens
-behind it, a call of each model at a time. All take turns, the best of each counts. "read" is the
-share of the measured read bandwidth that a token's weights take; logits of the prompt's last token
-are compared with llama.cpp's in F32. Writes kernels/benchmarks/results/llama.csv.
+A Mamba of 130M parameters with random weights is written as GGUF and loaded by llama.cpp in F32,
+BF16, F16, Q8_0 and Q4_K_M. The same weights are a model of the zoo ("ours", by
+`convert_bmojo.from_mamba`), transformers' model on our kernels ("accelerated"), and as it comes
+("transformers"), in float32, bfloat16, float16, int8 (torchao, a scale a row) and int4 (torchao, a
+scale for 32 inputs; layers of other sizes are int8). Longhorn-125m is timed beside them. Batch 1: a
+prompt of 512, then tokens behind it, a call of each model at a time. All take turns, the best of
+each counts. "read" is the share of the measured read bandwidth that a token's weights take; logits
+of the prompt's last token are compared with llama.cpp's in F32. Writes
+kernels/benchmarks/results/llama.csv.
 """
 
 import argparse

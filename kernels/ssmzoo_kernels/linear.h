@@ -212,7 +212,6 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
  * GROUP inputs share a scale, which is 2^-28 times theirs. Behind a row's end lie zeros. */
 enum { GROUP = 32, BLOCK_INPUTS = 8 * LANES };
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t stored_words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* Add the products of a block. A weight n in the highest bits is 2^28 n, exact as a float. */
 INLINE void add_block(int count, int together, const words *word, const REAL *const *x,
@@ -262,7 +261,7 @@ INLINE void product_of_int4(int count, int together, const REAL *x, int64_t x_ro
     for (int64_t b = 0; b < blocks; b++) {
       words word[4];
       UNROLL for (int r = 0; r < together; r++) {
-        word[r] = (words) * (const stored_words *)(row[r] + b * LANES);
+        memcpy(&word[r], row[r] + b * LANES, sizeof(words));
         __builtin_prefetch(row[r] + b * LANES + together * line);
       }
       UNROLL for (int m = 0; m < count; m++)

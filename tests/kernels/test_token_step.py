@@ -608,9 +608,9 @@ def test_weights_that_cannot_be_read_are_refused() -> None:
         Program(torch.bfloat16)
     program = Program(torch.float32)
     x = program.input(0, torch.float32, 4)
-    with pytest.raises(ValueError, match=r"int8 and a scale go together, got torch\.int8"):
+    with pytest.raises(ValueError, match=r"few bits and a scale go together, got torch\.int8"):
         program.linear(x, torch.ones(2, 4, dtype=torch.int8))
-    with pytest.raises(ValueError, match=r"int8 and a scale go together, got torch\.float32"):
+    with pytest.raises(ValueError, match=r"few bits and a scale go together, got torch\.float32"):
         program.linear(x, torch.ones(2, 4), scale=torch.ones(2))
     with pytest.raises(ValueError, match=r"must be torch\.float32 or of 16 bits, got torch\.int8"):
         program.rms_norm(x, torch.ones(4, dtype=torch.int8), 1e-5)

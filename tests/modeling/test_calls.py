@@ -54,19 +54,18 @@ def language_model(name, layers):
 # step of four layers (in one call of C, but those of S4, S5 and H3, of DSS where modes grow, and of
 # B'MOJO with the last token of a chunk, which is not counted). Each may fall; a rise must pay: DSS
 # asks for every token whether what has no program has changed, linear attention's norm whether it
-# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them,
-# the backbone for every token whether a layer runs in one call with the layer before
+# is one of groups, mixers whether they got boundaries, kept values whether torch.jit traces them
 MOST = {
-    "longhorn": (53, 114),
-    "coffee": (64, 114),
-    "h3": (197, 268),
-    "s4": (163, 180),
-    "s5": (49, 184),
+    "longhorn": (53, 66),
+    "coffee": (64, 66),
+    "h3": (197, 267),
+    "s4": (163, 179),
+    "s5": (49, 183),
     "dss": (99, 261),
-    "rtf": (112, 134),
-    "spacetime": (93, 130),
-    "bmojo": (230, 162),
-    "linear_attention": (79, 114),
+    "rtf": (112, 86),
+    "spacetime": (93, 82),
+    "bmojo": (230, 114),
+    "linear_attention": (79, 66),
 }
 
 

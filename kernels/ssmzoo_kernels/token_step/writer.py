@@ -104,9 +104,10 @@ class Writer:
         into: Value | None = None,
         scale: Tensor | None = None,
     ) -> Value:
-        """``y = W x + b``; weight and scale may be :func:`~ssmzoo_kernels.few_rows_linear.few_bits`.
+        """``y = W x + b``.
 
-        ``into`` is where y goes, or a new value.
+        Weight and scale may be those of :func:`~ssmzoo_kernels.few_rows_linear.few_bits`. ``into``
+        is where y goes, or a new value.
         """
         outputs = weight.shape[0]
         if (weight.dtype in FEW_BITS) != (scale is not None):

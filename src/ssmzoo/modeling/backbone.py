@@ -362,9 +362,9 @@ class SSMModel(SSMPreTrainedModel):
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
         joined: Mapping[int, JoinedLayers] = {}
-        if packing is passing is None and not output_hidden_states:
-            if is_token(self, hidden_states, packing):
-                joined = joined_layers(self, states)
+        one = hidden_states.shape[1] == 1 and passing is None and not output_hidden_states
+        if one and is_token(self, hidden_states, packing):
+            joined = joined_layers(self, states)
         done = 0  # layers that were read together
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=False)):
             if index < done:

@@ -324,8 +324,10 @@ def joined_layers(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedL
     if known.joined_steps == steps:
         return known.joined
     runs: dict[int, list[int]] = {}
-    for index, step in enumerate(steps):
-        if step is None or not states[index].initial or not layers[index].runs_its_own_code():
+    for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
+        if step is None or not (states[index].initial and layer.runs_its_own_code()):
+            continue
+        if not getattr(layer.mixer, "writes_tokens", False):  # something wraps it
             continue
         last = next(reversed(runs.values()), [])
         if last and last[-1] == index - 1 and step.follows(steps[index - 1]):

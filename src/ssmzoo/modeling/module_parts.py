@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HOOKS = operator.itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+_chain = itertools.chain.from_iterable
 _SHAPE = operator.attrgetter("shape")
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class ModuleParts:
         self.dtype = dtype
         self._layers = [*module.modules()]
         self._children = [layer._modules for layer in self._layers if layer._modules]
-        self._kept_children = [*_values(self._children)]
+        self._kept_children = [*_chain(map(dict.values, self._children))]
         self._attributes = [layer.__dict__ for layer in self._layers]
         self._sizes = [*map(len, self._attributes)]
         self._classes = [*map(type, self._layers)]
@@ -154,7 +155,7 @@ class ModuleParts:
         return self.setting(layer, name)
 
     def matrix(self, layer: nn.Module) -> tuple[Any, Any]:
-        """Return a linear layer's weight and scales, see :func:`few_bits`, or its weight and None."""
+        """Return a linear layer's weight and its scales: those of :func:`few_bits`, or None."""
         kept: Any = layer._parameters.get("weight")
         scale = None
         if (bits := few_bits(kept)) is None:
@@ -197,7 +198,10 @@ class ModuleParts:
         """Return whether the layers have the same classes, and these the same code, as before."""
         if [*map(type, self._layers)] != self._classes:
             return False
-        return all(code.unchanged(checked) for code in self._code)
+        for code in self._code:  # noqa: SIM110 (a generator is a call more)
+            if not code.unchanged(checked):
+                return False
+        return True
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved, hooked or added since, code aside."""
@@ -206,7 +210,7 @@ class ModuleParts:
         holders, entries, kept = self._held
         makers, made = self._derived
         return (
-            [*_values(self._children)] == self._kept_children
+            [*_chain(map(dict.values, self._children))] == self._kept_children
             and all(map(operator.is_, map(dict.get, holders, entries), kept))
             and [*map(getattr, owners, names, itertools.repeat(None))] == values
             and [*map(Tensor.data_ptr, weights)] == addresses
@@ -221,10 +225,6 @@ class ModuleParts:
 def _add(table: tuple[list[Any], ...], *row: Any) -> None:
     for column, value in zip(table, row, strict=True):
         column.append(value)
-
-
-def _values(held: list[Any]) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(dict.values, held))
 
 
 def is_watched(layer: nn.Module) -> bool:
