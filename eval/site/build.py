@@ -1,7 +1,7 @@
 """Build the site from the repository's pages: python eval/site/build.py.
 
 The pages keep their places, so that the links between them hold in both; those in ``eval/site``
-stand at the top. Two are made here, the recipe's reference and the tables of ``eval/results``, and
+stand at the top. README is the first page. Two are made here, the recipe's reference and the tables of ``eval/results``, and
 the pictures of the zoo's table. Whatever Sphinx warns of ends the build in one line, and an earlier
 site stays.
 """
@@ -46,11 +46,12 @@ PATTERNS = (
 RECIPE = "eval/recipes/reference.md"
 TABLES = "tables.md"
 ZOO, LEDGER = "eval/zoo.md", "eval/results/sweep.csv"
-CARDS = "cards.md"
+CARDS, INDEX = "cards.md", "index.md"
 # of a file or folder, the page that shows it
 INSTEAD = {
     "src/ssmzoo/recipe/sections.py": RECIPE,
     "src/ssmzoo/recipe/train.py": RECIPE,
+    "README.md": INDEX,
     "eval/results": TABLES,
     "model_cards/small": CARDS,
 }
@@ -120,6 +121,8 @@ def gather(root: Path) -> dict[str, str]:
     own = root / "eval/site"
     for path in sorted(own.rglob("*.md")):
         pages[path.relative_to(own).as_posix()] = _text(path)
+    pages[INDEX] = f"{_text(root / 'README.md')}\n{pages.get(INDEX, '')}"
+    pages.pop("README.md")
     for path in sorted((root / "model_cards").glob("*.json")):
         read_facts(path)
         pages[f"model_cards/{path.stem}.md"] = card(path.with_suffix(".md"))
@@ -174,7 +177,8 @@ def with_links(root: Path, source: Path, name: str, text: str, pages: dict[str, 
         if path.startswith("../") or not (root / path).exists():
             raise ValueError(f"{name}: the link [{words}]({target}) leads to nothing")
         if path in INSTEAD:
-            return f"[{words}]({posixpath.relpath(INSTEAD[path], posixpath.dirname(name) or '.')})"
+            place = posixpath.relpath(INSTEAD[path], posixpath.dirname(name) or ".")
+            return f"[{words}]({place}{''.join(target.partition('#')[1:])})"
         if picture:
             (source / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / path, source / path)

@@ -29,10 +29,7 @@ BUILD = ROOT / "eval/site/build.py"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-headless-shell", "google-chrome"))), None
 )
-INDEX = """# Site
-
-```{toctree}
-README
+INDEX = """```{toctree}
 other
 tables
 eval/LOG
@@ -106,11 +103,11 @@ BROKEN = {
     ),
     "a link to no file": (
         ("README.md", "(code.py)", "(cdoe.py)"),
-        r"README\.md: the link \[code\]\(cdoe\.py\) leads to nothing",
+        r"index\.md: the link \[code\]\(cdoe\.py\) leads to nothing",
     ),
     "a link to no heading": (
         ("README.md", "#second-part", "#secondpart"),
-        r"README\.md:\d+: .*secondpart",
+        r"index\.md:\d+: .*secondpart",
     ),
     "a ledger that was cut": (
         ("eval/results/small.csv", "0.123456", '0.123456,"x'),
@@ -133,8 +130,8 @@ def test_what_is_broken_is_one_line_and_the_earlier_site_stays(what, repository,
 def test_a_site_replaces_the_earlier_one_and_its_links_lead_somewhere(repository, site):
     assert site.main(["--root", str(repository)]) == 0
     built = repository / "build/site"
-    assert "the earlier site" not in (built / "index.html").read_text()
-    page = (built / "README.html").read_text()
+    page = (built / "index.html").read_text()
+    assert "the earlier site" not in page
     assert 'href="other.html#second-part"' in page
     assert "code.py" not in page  # no address is known that it could lead to
     assert "[no](link)" in page
@@ -178,7 +175,7 @@ def test_a_folder_of_something_else_is_no_earlier_site(repository, site, capsys)
 
 def test_a_root_that_is_no_repository_is_one_line(tmp_path, site, capsys):
     assert site.main(["--root", str(tmp_path / "absent")]) == 1
-    assert re.fullmatch(r"site: .*pyproject\.toml.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"site: .*README\.md.*\n", capsys.readouterr().err)
 
 
 def test_a_commit_that_looks_like_a_number_stays_a_word(site):
