@@ -55,8 +55,8 @@ def run(folder, *command):
     )
 
 
-def python(folder, code):
-    done = run(folder, "-c", code)
+def python(folder, code, *arguments):
+    done = run(folder, "-c", code, *map(str, arguments))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -348,12 +348,30 @@ def test_every_family_accepts_integers_for_float_fields():
 
 
 VERSIONS = """
-import json
+import json, subprocess, sys
 from transformers import AutoConfig, GPT2Config
 from ssmzoo import load_family
 from ssmzoo.family import foreign_versions
+from ssmzoo_kernels import machine
+
 configs = [load_family(name).config(**load_family(name).tiny) for name in ("toy", "longhorn")]
-print(json.dumps([foreign_versions(config) for config in (*configs, GPT2Config())]))
+configs.append(GPT2Config())
+
+def tell():
+    machine.checkout.cache_clear()
+    print(json.dumps([foreign_versions(config) for config in configs]))
+
+def git(*words):
+    git = ["git", "-C", sys.argv[1], "-c", "user.name=x", "-c", "user.email=x@x", *words]
+    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+
+tell()
+git("init", "-q"), git("add", "ssmzoo_toy"), git("commit", "-qm", "x")
+tell()
+with open(sys.argv[1] + "/ssmzoo_toy/__init__.py", "a") as file:
+    file.write("# changed\\n")
+tell()
+print(json.dumps(git("rev-parse", "--short=12", "HEAD")))
 """
 
 
@@ -363,16 +381,11 @@ def test_results_name_version_and_commit_of_a_foreign_familys_package(tmp_path):
     toy = Path(__file__).with_name("toy_family")
     shutil.copytree(toy / "ssmzoo_toy", tmp_path / "ssmzoo_toy")
     distribution(tmp_path, "ssmzoo-toy", {"toy": "ssmzoo_toy:FAMILY"})
-    assert json.loads(python(tmp_path, VERSIONS)) == [{"ssmzoo-toy": "1.2"}, {}, {}]
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for words in (["init", "-q"], ["add", "ssmzoo_toy"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *words], check=True, capture_output=True)
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-    told = f"1.2 (commit {head.stdout.strip()}"
-    assert json.loads(python(tmp_path, VERSIONS))[0] == {"ssmzoo-toy": f"{told})"}
-    with (tmp_path / "ssmzoo_toy" / "__init__.py").open("a") as file:
-        file.write("# changed\n")
-    assert json.loads(python(tmp_path, VERSIONS))[0] == {"ssmzoo-toy": f"{told}, changed since)"}
+    lines = python(tmp_path, VERSIONS, tmp_path).splitlines()
+    installed, committed, changed, head = map(json.loads, lines)
+    assert installed == [{"ssmzoo-toy": "1.2"}, {}, {}]
+    assert committed == [{"ssmzoo-toy": f"1.2 (commit {head})"}, {}, {}]
+    assert changed == [{"ssmzoo-toy": f"1.2 (commit {head}, changed since)"}, {}, {}]
 
 
 @pytest.mark.parametrize("value", [True, "0", None])
