@@ -1,9 +1,9 @@
 """Build the site from the repository's pages: python eval/site/build.py.
 
-The pages keep their places, so that the links between them hold in both; those in ``eval/site``
-stand at the top. README is the first page. Two are made here, the recipe's reference and the tables of ``eval/results``, and
-the pictures of the zoo's table. Whatever Sphinx warns of ends the build in one line, and an earlier
-site stays.
+The pages keep their places, so that the links between them hold in both; README is the first, and
+those in ``eval/site`` stand beside it. Two are made here, the recipe's reference and the tables of
+``eval/results``, and the pictures of the zoo's table. Whatever Sphinx warns of ends the build in one
+line, and an earlier site stays.
 """
 
 from __future__ import annotations

@@ -213,7 +213,8 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 enum { GROUP = 32, BLOCK_INPUTS = 8 * LANES };
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
-/* Add the products of a block. A weight n in the highest bits is 2^28 n, exact as a float. */
+/* Add the products of a block. A weight n in the highest bits is 2^28 n, exact as a float (x beyond 1e28
+ * gives infinities). */
 INLINE void add_block(int count, int together, const words *word, const REAL *const *x,
                       const float *const *scale, vec (*sums)[4]) {
   UNROLL for (int first = 0; first < 8; first += GROUP / LANES) {

@@ -95,6 +95,7 @@ def int4(outputs, inputs, dtype, groups, **more):
     q[:, ::17], q[:, 5::17] = -8, 7
     scale = torch.rand(outputs, groups).add(0.1).to(dtype)
     exact = q.double().view(outputs, groups, -1) * scale.double().unsqueeze(2)
+    more.setdefault("zero_point", torch.zeros(outputs, groups, dtype=torch.int8))
     return exact.view(outputs, inputs), IntxUnpackedToInt8Tensor(q, scale, dtype, **more)
 
 
@@ -106,8 +107,7 @@ def int4(outputs, inputs, dtype, groups, **more):
 @torch.no_grad()
 def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    zero = torch.zeros(outputs, groups, dtype=torch.int8)
-    exact, weight = int4(outputs, inputs, dtype, groups, zero_point=zero)
+    exact, weight = int4(outputs, inputs, dtype, groups)
     y = few_rows_linear(x, weight, bias)
     assert last_backend("few_rows_linear") == "cpu"
     size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
@@ -129,6 +129,9 @@ def test_four_bits_are_packed_anew_once_their_numbers_change():
     assert linear_maps.few_bits(weight) is linear_maps.few_bits(weight)
     weight.scale.mul_(2)
     assert few_rows_linear(x, weight).equal(2 * before)
+    for times in (4, 8, 16):  # the first new one may lie where the old one lay
+        weight.scale = 2 * weight.scale
+        assert few_rows_linear(x, weight).equal(times * before)
     weight.qdata.zero_()
     assert not few_rows_linear(x, weight).any()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -206,9 +207,25 @@ def _set_otherwise(model: Any) -> None:
         layer.norm.eps = 0.5
 
 
+def _a_layers_own_forward(model: Any) -> None:
+    layer = model.model.layers[0]
+    own = layer.forward
+    del layer.__dict__["startable_states"]  # as many attributes as before
+    layer.forward = lambda *given: 2 * own(*given)
+
+
+def _a_copy_with_a_hook(model: Any) -> None:
+    twin = copy.copy(model.model.layers[0])  # which shares its program
+    twin.__dict__["_forward_hooks"] = OrderedDict()
+    twin.register_forward_hook(lambda _, __, y: 2 * y)
+    model.model.layers[0] = twin
+
+
+CHANGES = [_hooked, _parametrized, _replaced, _written_over, _norms_of_another_kind]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [_hooked, _parametrized, _replaced, _written_over, _norms_of_another_kind, _set_otherwise],
+    "change", [*CHANGES, _set_otherwise, _a_layers_own_forward, _a_copy_with_a_hook]
 )
 def test_what_changes_later_takes_effect(change: Any) -> None:
     model, x = model_of("longhorn"), ids()

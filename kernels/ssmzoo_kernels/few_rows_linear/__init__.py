@@ -8,6 +8,7 @@ is the layer that owns it, so adapters around that layer keep working.
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -238,13 +239,14 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
 
     Returns:
         q as int8 ``[O, I]`` and O scales; or packed, eight to an int32, and float32 scales for 32
-        inputs each, of which the same object is returned until they change. All contiguous.
+        inputs each, of which the same object is returned until they change as autograd sees it (not
+        by ``.data``). All contiguous.
     """
     kind = type(weight).__name__
     if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
         return None
     q, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    zero = getattr(weight, "zero_point", None)
+    zero: Any = getattr(weight, "zero_point", None)
     others = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
     if (
         type(q) is not Tensor
@@ -257,7 +259,7 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
     ):
         return None
     if kind == "IntxUnpackedToInt8Tensor":
-        return _packed(q, scale, zero)
+        return _packed(q, weight, scale, zero)
     if (
         scale.numel() != q.shape[0]
         or scale.dtype not in (_WIDE[weight.dtype], *cpu.HALVES)
@@ -268,23 +270,31 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
 
 
 class _Packed(NamedTuple):
-    versions: list[tuple[int, int]]  # of the numbers that were packed
+    versions: list[int]  # of q and what belongs to it
+    parts: list[Tensor]  # scale and zero point
     found: tuple[Tensor, Tensor] | None
 
 
 _packed_weights: Any = WeakTensorKeyDictionary()  # by q
 
 
-def _packed(q: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def _packed(q: Tensor, weight: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor] | None:
     """Pack q as linear.h reads four bits; None if it has others, or scales for other groups."""
     known = _packed_weights.get(q)
-    versions = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in (q, scale)]
-    if known is None or known.versions != versions:
-        known = _packed_weights[q] = _Packed(versions, _pack(q, scale, zero))
+    try:  # torchao writes into q and scale below autograd, which counts for the weight alone
+        versions = [x._version for x in (weight, q, *parts)]
+    except RuntimeError:  # of inference tensors nobody counts
+        return None
+    if (
+        known is None
+        or known.versions != versions
+        or not all(map(operator.is_, known.parts, parts))
+    ):
+        known = _packed_weights[q] = _Packed(versions, [*parts], _pack(q, *parts))
     return known.found
 
 
-def _pack(q: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def _pack(q: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor] | None:
     outputs, inputs = q.shape
     groups = scale.shape[-1]
     each = inputs // groups if groups else 0
@@ -294,7 +304,7 @@ def _pack(q: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor
         or scale.shape != (outputs, groups)
         or (each % cpu.GROUP and groups > 1)
         or not -8 <= int(q.min()) <= int(q.max()) <= 7
-        or (zero is not None and bool(zero.any()))
+        or bool(zero.any())
     ):
         return None
     block = cpu.block_inputs()

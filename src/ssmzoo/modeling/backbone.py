@@ -375,7 +375,7 @@ class SSMModel(SSMPreTrainedModel):
                     hidden_states = y
                     continue
                 # called one by one, and joined anew before the next token
-                done, joined, decoding_of(self).joined_steps = 0, {}, None
+                done, joined, decoding_of(self).joined = 0, {}, None
             if output_hidden_states:
                 # the layer goes on from what is returned, so that a gradient can be retained there
                 given = hidden_states if packing is None else packing.batch(hidden_states, batch)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +109,8 @@ class Decoding:
     why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
     code: ForwardCode | None = None  # which gave it
-    # of a backbone: its layers that are joined, and all layers' programs when they were
-    joined: dict[int, JoinedLayers]
-    joined_steps: list[_Step | None] | None = None
+    # of a backbone: its layers and their programs, and those that were joined then
+    joined: tuple[list[Any], list[_Step | None], dict[int, JoinedLayers]] | None = None
 
     def __reduce__(self) -> Any:
         """Leave the program, which has addresses of weights, out of copies and files."""
@@ -232,15 +231,18 @@ class JoinedLayers:
     that every look is a slow one.
 
     Args:
-        layers: Each an :class:`~ssmzoo.modeling.block.SSMBlock` with a program, which reads what
-            the program before it writes.
+        layers: Each an :class:`~ssmzoo.modeling.block.SSMBlock`.
+        steps: Their programs; each reads what the one before it writes.
         names: The names of each layer's states.
     """
 
-    def __init__(self, layers: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
-        self.layers = [*layers]
-        self._steps: list[_Step] = [layer.__dict__[DECODING].step for layer in layers]
-        self._parts = ModuleParts.joined([step.parts for step in self._steps])
+    def __init__(
+        self, layers: Sequence[Any], steps: Sequence[_Step], names: Sequence[Sequence[str]]
+    ) -> None:
+        self.layers = layers
+        self._steps = steps
+        self._parts = ModuleParts.joined([step.parts for step in steps])
+        self._attributes = [layer.__dict__ for layer in layers]
         self._mixers = [layer.mixer for layer in layers]
         self._classes = {type(layer): layer for layer in layers}
         self._names = names
@@ -249,7 +251,7 @@ class JoinedLayers:
             for layer, held in zip(layers, names, strict=True)
             for name in held
         ]
-        self._kinds = [kind for step in self._steps for kind in step.states]
+        self._kinds = [kind for step in steps for kind in step.states]
 
     def __call__(self, x: Tensor, states: Sequence[LayerState]) -> Tensor | None:
         """Return the last layer's output; None: the layers must be called one by one.
@@ -301,6 +303,7 @@ class JoinedLayers:
             and _programs_run(x)
             and not any(map(_TRAINING, self.layers))
             and all(layer.runs_its_own_code() for layer in self._classes.values())
+            and not any(map(dict.__contains__, self._attributes, itertools.repeat("forward")))
             and all(m.next_is_written(s) for m, s in zip(self._mixers, states, strict=True))
             and self._parts.same_code(checked)
             and self._parts.unchanged()
@@ -321,24 +324,27 @@ def joined_layers(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedL
     known = decoding_of(model)
     layers = [*itertools.islice(model.layers._modules.values(), len(states))]
     steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
-    if known.joined_steps == steps:
-        return known.joined
+    if known.joined is not None and known.joined[:2] == (layers, steps):
+        return known.joined[2]
     runs: dict[int, list[int]] = {}
     for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
         if step is None or not (states[index].initial and layer.runs_its_own_code()):
             continue
-        if not getattr(layer.mixer, "writes_tokens", False):  # something wraps it
+        # not so if something wraps the mixer
+        if layer.training or not getattr(layer.mixer, "writes_tokens", False):
             continue
         last = next(reversed(runs.values()), [])
         if last and last[-1] == index - 1 and step.follows(steps[index - 1]):
             last.append(index)
         else:
             runs[index] = [index]
-    known.joined_steps, known.joined = steps, {}
+    joined = {}
     for first, places in runs.items():
-        names = [sorted(states[index].initial) for index in places]
-        known.joined[first] = JoinedLayers([layers[index] for index in places], names)
-    return known.joined
+        run = slice(first, first + len(places))
+        names = [sorted(state.initial) for state in states[run]]
+        joined[first] = JoinedLayers(layers[run], cast(list[_Step], steps[run]), names)
+    known.joined = layers, steps, joined
+    return joined
 
 
 def is_token(module: nn.Module, x: Tensor, packing: Sequences | None) -> bool:
