@@ -2,8 +2,8 @@
 
 The pages keep their places, so that the links between them hold in both; README is the first, and
 those in ``eval/site`` stand beside it. Two are made here, the recipe's reference and the tables of
-``eval/results``, and the pictures of the zoo's table. Whatever Sphinx warns of ends the build in one
-line, and an earlier site stays.
+``eval/results``, and the pictures of the zoo's table. Whatever Sphinx warns of ends the build in
+one line, and an earlier site stays.
 """
 
 from __future__ import annotations
