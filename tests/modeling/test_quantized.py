@@ -127,6 +127,25 @@ for name, config in (
     decoded(model, ids)
     assert len(seen) == 1 + 8, name
 
+# loaded as the page says, and saved
+import tempfile
+
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+with tempfile.TemporaryDirectory() as folder:
+    family = load_family("longhorn")
+    wide = family.config(**{**family.tiny, "hidden_size": 64})
+    family.causal_lm_class(wide).save_pretrained(folder)
+    config = TorchAoConfig(four, modules_to_not_convert=[r".*dt_proj"])
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    kinds = {type(m.weight).__name__ for m in loaded.modules() if hasattr(m, "weight")}
+    assert kinds == {"IntxUnpackedToInt8Tensor", "Parameter"}, kinds
+    with watch() as ran:
+        logits = decoded(loaded, ids)
+    assert ("token_step", "cpu") in ran
+    loaded.save_pretrained(folder + "/again")
+    assert decoded(AutoModelForCausalLM.from_pretrained(folder + "/again"), ids).equal(logits)
+
 # what nobody counts the changes of, and what has a zero point, is torchao's own affair
 from ssmzoo_kernels.few_rows_linear import few_bits
 

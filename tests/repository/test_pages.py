@@ -80,6 +80,7 @@ LISTED_BLOCKS = {
     '"you/longhorn-demo", trust_remote_code': "a repository; test_export_code.py loads one",
     '"bmojo-130m"': "test_bmojo.py runs it",
     "import json, numpy, onnxruntime": "needs onnx; test_onnx.py runs it",
+    "from torchao.quantization": "needs torchao; test_quantized.py runs it",
 }
 PROGRAM = (
     r"(?:\.venv/bin/)?"
