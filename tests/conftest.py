@@ -26,10 +26,7 @@ LONG_PROMISES = ("assisted", "compile", "export", "fullgraph", "onnx", "standalo
 
 # of another setting of a family, what its other checks and the family's own say nearly as well;
 # Trainer's: gradients, flattening_collator and save_and_load
-SLOW_OF_VARIANTS = (
-    *("compile", "export", "fullgraph", "jit_trace", "onnx"),
-    *("standalone", "trainer"),
-)
+SLOW_OF_VARIANTS = {"compile", "export", "fullgraph", "jit_trace", "onnx", "standalone", "trainer"}
 
 
 # a GPU backend joins where there is a GPU: tests/kernels/test_triton_gpu.py

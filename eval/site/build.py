@@ -121,7 +121,7 @@ def gather(root: Path) -> dict[str, str]:
     own = root / "eval/site"
     for path in sorted(own.rglob("*.md")):
         pages[path.relative_to(own).as_posix()] = _text(path)
-    pages[INDEX] = f"{_text(root / 'README.md')}\n{pages.get(INDEX, '')}"
+    pages[INDEX] = f"{_text(root / 'README.md')}\n{pages[INDEX]}"
     pages.pop("README.md")
     for path in sorted((root / "model_cards").glob("*.json")):
         read_facts(path)

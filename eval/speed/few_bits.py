@@ -17,6 +17,7 @@ from typing import Any
 
 import gguf  # pyright: ignore[reportMissingImports]
 import torch
+from llama import GROUP, in_groups
 from report import write_table
 from torch import nn
 from torchao.quantization import (  # pyright: ignore[reportMissingImports]
@@ -33,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ssmzoo.auto  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-ROW, GROUP = 512, 32
+ROW = 512
 INT4: dict[str, Any] = {"weight_dtype": torch.int4, "granularity": PerGroup(GROUP)}
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
@@ -45,16 +46,11 @@ CONFIGS = {
 FORMATS = ("Q8_0", "Q4_0")
 
 
-def in_groups(layer: nn.Module, _: str = "") -> bool:
-    """Return whether a layer's inputs can be cut into groups with a scale each."""
-    return isinstance(layer, nn.Linear) and layer.in_features % GROUP == 0
-
-
 def rounded(model: nn.Module, kind: str) -> nn.Module:
     """Return a copy of a model in one of the precisions."""
     model = copy.deepcopy(model)
     if kind in CONFIGS:
-        quantize_(model, CONFIGS[kind], in_groups)
+        quantize_(model, CONFIGS[kind], lambda layer, _: in_groups(layer))
     elif kind in FORMATS:
         number = gguf.GGMLQuantizationType[kind]
         for layer in filter(in_groups, model.modules()):

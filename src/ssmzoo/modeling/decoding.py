@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -203,7 +203,7 @@ def token_of_layer(
         y, states = _prove(module, (write,), x, states, own, after, matrices)
         state.final.update(zip(names, states, strict=True))
         return y
-    changed = _next_states(names, states, in_place)
+    changed = _next_states(states, map(in_place.__contains__, names))
     try:
         y = step(x, changed)
     except FloatingPointError:  # its own code has the better message
@@ -212,14 +212,11 @@ def token_of_layer(
     return y
 
 
-def _next_states(
-    names: Sequence[str], states: Sequence[Tensor], in_place: frozenset[str]
-) -> list[Tensor]:
+def _next_states(states: Sequence[Tensor], in_place: Iterable[bool]) -> list[Tensor]:
     """Return the states that a program changes: copies, but of those that may be written over."""
     changed = []
-    for name, state in zip(names, states, strict=True):
-        own = name in in_place and _writable(state)
-        changed.append(state if own else state.clone())
+    for state, own in zip(states, in_place, strict=True):
+        changed.append(state if own and _writable(state) else state.clone())
     return changed
 
 
@@ -273,11 +270,7 @@ class JoinedLayers:
             return None
         if not self._apply(x, states, before):
             return None
-        changed = [
-            state if own and _writable(state) else state.clone()
-            for own, state in zip(self._in_place, before, strict=True)
-        ]
-        left, calls = iter(changed), []
+        left, calls = iter(_next_states(before, self._in_place)), []
         y = x.new_empty((*x.shape[:-1], self._steps[-1].outputs), dtype=self._steps[-1].dtype)
         given = x if x.is_contiguous() else x.contiguous()
         for step in self._steps:
@@ -326,23 +319,21 @@ def joined_layers(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedL
     steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
     if known.joined is not None and known.joined[:2] == (layers, steps):
         return known.joined[2]
-    runs: dict[int, list[int]] = {}
+    ends: dict[int, int] = {}  # of runs, by the place of their first layer
+    first = -1
     for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
         if step is None or not (states[index].initial and layer.runs_its_own_code()):
             continue
         # not so if something wraps the mixer
         if layer.training or not getattr(layer.mixer, "writes_tokens", False):
             continue
-        last = next(reversed(runs.values()), [])
-        if last and last[-1] == index - 1 and step.follows(steps[index - 1]):
-            last.append(index)
-        else:
-            runs[index] = [index]
+        if ends.get(first) != index or not step.follows(cast(_Step, steps[index - 1])):
+            first = index
+        ends[first] = index + 1
     joined = {}
-    for first, places in runs.items():
-        run = slice(first, first + len(places))
-        names = [sorted(state.initial) for state in states[run]]
-        joined[first] = JoinedLayers(layers[run], cast(list[_Step], steps[run]), names)
+    for first, end in ends.items():
+        names = [sorted(state.initial) for state in states[first:end]]
+        joined[first] = JoinedLayers(layers[first:end], cast(list[_Step], steps[first:end]), names)
     known.joined = layers, steps, joined
     return joined
 
