@@ -41,12 +41,13 @@ GAVE_OTHER_NUMBERS = "its program gave other numbers than its forward"
 
 
 class _Step:
-    """A module's program, and the kind of call and the parts that it was written for."""
+    """A module's program, what wrote it, and the kind of call and the parts that it is for."""
 
     def __init__(
         self, parts: ModuleParts, write: TokenWriter, x: Tensor, states: Sequence[Tensor], y: Tensor
     ) -> None:
         self.parts = parts
+        self.write = write
         self.format, self.width = x.dtype, x.shape[-1]
         self.states = [(s.dtype, s.shape[1:]) for s in states]
         self.program = Program(torch.float64 if x.dtype is torch.float64 else torch.float32)
@@ -134,6 +135,7 @@ def token(
     *,
     checked: dict[ForwardCode, bool] | None = None,
     by_column: bool = False,
+    matrices: torch.dtype | None = None,
 ) -> Tensor:
     """Return a module's output for few rows, in one call where it may be.
 
@@ -145,14 +147,16 @@ def token(
         own: Its forward.
         checked: See :meth:`ForwardCode.unchanged`.
         by_column: Whether to use, of those that agree, the nearest by the mean over columns.
+        matrices: The dtype of linear layers' weights; None: that of ``x``.
     """
     known = decoding_of(module)
     if not _may_decode(known, x, states, checked):
         return own()
     step = known.step  # which another thread may replace meanwhile
     if step is None or not step.fits(x, states):
+        dtype = x.dtype if matrices is None else matrices
         y, after = _prove(
-            module, writers, x, states, own, lambda: states, x.dtype, by_column=by_column
+            module, writers, x, states, own, lambda: states, dtype, by_column=by_column
         )
         for state, new in zip(states, after, strict=True):
             if state is not new:

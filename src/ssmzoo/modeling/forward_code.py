@@ -23,7 +23,7 @@ _KERNELS = "ssmzoo_kernels"  # whose ops are compared themselves, not the functi
 # functions that decide how a forward runs are compared, but not followed
 _MACHINERY = frozenset(
     f"{__package__}.{name}"
-    for name in ("decoding", "module_parts", "stock.classes", "stock.mixers")
+    for name in ("decoding", "module_parts", "stock.blocks", "stock.classes", "stock.mixers")
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
 _known: weakref.WeakValueDictionary[tuple[type, ...], ForwardCode] = weakref.WeakValueDictionary()

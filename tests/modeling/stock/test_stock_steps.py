@@ -34,6 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
 # MLPs with other activations or other parts
+OF_EXPERTS = {"Qwen3NextDecoderLayer", "Qwen3_5MoeDecoderLayer"}  # blocks
 OTHER_MLPS = {"ZambaMLP", "Zamba2MLP", "GraniteMoeHybridMLP", "NemotronHMLP"}
 
 
@@ -78,7 +79,7 @@ def mamba() -> Any:
     model = tiny("mamba")
     ssmzoo.accelerate(model)
     decode(model, ids(), prompt(model, ids(seed=2)))
-    assert len(programs(model)) == 5  # two mixers, their norms, and the last norm
+    assert len(programs(model)) == 7  # two blocks, their mixers and norms, and the last norm
     return model
 
 
@@ -99,6 +100,8 @@ def test_every_type_decodes_the_stock_logits(model_type: str) -> None:
     assert own
     assert own <= by_program
     assert {n for n in names if n.endswith("RMSNorm") and "Weightless" not in n} <= by_program
+    blocks = {type(m).__name__ for m in model.modules() if getattr(m, "adds_branches", False)}
+    assert blocks - by_program == blocks & OF_EXPERTS
     mlps = {n for n in names if n.endswith("MLP")}
     assert mlps - by_program == mlps & OTHER_MLPS
 
@@ -187,7 +190,7 @@ def test_new_weights_count_from_the_next_token_on(mamba: Any, change: Any) -> No
     change(mixer_of(mamba))
     after = decode(mamba, x, prompt(mamba, x))
     plain = change not in (given_other_settings, given_a_parametrized_bias, given_another_forward)
-    assert len(programs(mamba)) == (5 if plain else 4)
+    assert len(programs(mamba)) == (7 if plain else 5)  # without a mixer and its block
     if change is given_a_parametrized_bias:
         with pytest.raises(
             ValueError, match="dt_proj became a ParametrizedLinear after accelerate"
@@ -204,7 +207,7 @@ def test_another_dtype_is_served_as_it_is(mamba: Any) -> None:
     x = ids(seed=3)
     mamba.double()
     double = decode(mamba, x, prompt(mamba, x))
-    assert len(programs(mamba)) == 5
+    assert len(programs(mamba)) == 7
     ssmzoo.restore(mamba)
     assert distance(double, decode(mamba, x, prompt(mamba, x))) <= 1e-6
 
@@ -389,7 +392,7 @@ def test_copies_prove_anew_and_nothing_stays_behind(mamba: Any) -> None:
     for other in (copy.deepcopy(mamba), pickle.loads(pickle.dumps(mamba))):
         assert not programs(other)
         assert distance(decode(other, x, prompt(other, x)), expected) <= 1e-5
-        assert len(programs(other)) == 5
+        assert len(programs(other)) == 7
     ssmzoo.restore(mamba)
     assert not any(DECODING in module.__dict__ for module in mamba.modules())
 
@@ -502,7 +505,7 @@ def test_other_dtypes_and_devices_are_the_stock_code_s(mamba: Any) -> None:
     ours = decode(mamba, x, prompt(mamba, x))
     mixer.A_log.data = mixer.A_log.data.float()
     assert distance(decode(mamba, x, prompt(mamba, x)), ours) <= 1e-5
-    assert len(programs(mamba)) == 5
+    assert len(programs(mamba)) == 7
     jamba = tiny("jamba").bfloat16()
     ssmzoo.accelerate(jamba)
     decode(jamba, x, prompt(jamba, x))

@@ -9,7 +9,7 @@ import functools
 import types
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,12 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.forward_code import current_code
 from ssmzoo.modeling.layers import Linear
-from ssmzoo.modeling.stock.calls import call, mixers_with
+from ssmzoo.modeling.stock.blocks import BlockCalls, MLPCalls, NormCalls, adds_branches
 from ssmzoo.modeling.stock.generation import GeneratingCalls, generating_body
 from ssmzoo.modeling.stock.known import NORMS, functions_of, writers_of
 from ssmzoo.modeling.stock.mixers import MixerCalls, mixer_body
 from ssmzoo.modeling.stock.model_calls import ModelCalls, model_body
-from ssmzoo.modeling.stock.norms import normalised
 
 
 class Accelerated:
@@ -68,6 +67,7 @@ def _subclass(stock: type[nn.Module], code: Any) -> type[nn.Module]:
         body = model_body(stock) | (generating_body(stock) if generates else {})
     elif issubclass(stock, GradientCheckpointingLayer):
         bases = (BlockCalls, stock)
+        body = {"adds_branches": adds_branches(stock)}
     elif writers := writers_of(stock):
         bases = (NormCalls if writers is NORMS else MLPCalls, stock)
         body = {"writers": writers}
@@ -80,55 +80,3 @@ def _subclass(stock: type[nn.Module], code: Any) -> type[nn.Module]:
     )
     made.__qualname__ = stock.__qualname__
     return made
-
-
-class MLPCalls:
-    """The calls of an MLP, whose tokens may decode by a program."""
-
-    stock_class: Any
-    writers: tuple[decoding.TokenWriter, ...]
-    by_column = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the stock forward, for a few rows as a program where that gives the same."""
-        if kwargs or len(args) != 1:  # Zamba2's MLP has adapters of its own
-            return self.stock_class.forward(self, *args, **kwargs)
-        own = functools.partial(self.layered, args[0])
-        checked, by_column = call.checked_code, self.by_column
-        return decoding.token(
-            self, self.writers, args[0], (), own, checked=checked, by_column=by_column
-        )
-
-    def layered(self, x: Tensor) -> Tensor:
-        """Return the output for ``[..., width]`` without a program."""
-        return self.stock_class.forward(self, x)
-
-
-class NormCalls(MLPCalls):
-    """The calls of a norm by the root mean square, on our op for whole sequences."""
-
-    by_column = True
-
-    def layered(self, x: Tensor) -> Tensor:
-        """Return the output for ``[..., width]`` without a program."""
-        return normalised(self, x, functools.partial(super().layered, x))
-
-
-class BlockCalls:
-    """The calls of a block, which checkpointing may run again, alone."""
-
-    stock_class: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Add packing and states of the call to the arguments that checkpointing keeps."""
-        now = call.packing, call.passing
-        if now != (None, None):
-            kwargs["known_of_call"] = now
-        return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, *args: Any, known_of_call: Any = None, **kwargs: Any) -> Any:
-        """Run the stock forward."""
-        if known_of_call is None:
-            return self.stock_class.forward(self, *args, **kwargs)
-        with mixers_with(*known_of_call):
-            return self.stock_class.forward(self, *args, **kwargs)

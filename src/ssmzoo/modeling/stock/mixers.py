@@ -60,7 +60,7 @@ class MixerCalls:
                     self, hidden_states, cache, attention_mask, **kwargs
                 )
             if hidden_states.shape[1] == 1 and self.writers:
-                states = _states_of_one_token(self, cache, attention_mask)
+                states = states_of_one_token(self, cache, attention_mask)
                 if states:
                     return decoding.token(
                         self,
@@ -158,7 +158,7 @@ def _require_plain(mixer: Any) -> None:
         )
 
 
-def _states_of_one_token(
+def states_of_one_token(
     mixer: Any, cache: Any, attention_mask: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return the states of convolution and scan that a program steps; empty: none may run."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ssmzoo.modeling.decoding import TokenWriter
+from ssmzoo.modeling.decoding import TokenWriter, decoding_of
 from ssmzoo.modeling.module_parts import ModuleParts, State, UnservedError, recurrent
 from ssmzoo_kernels.token_step import Program, Value
 
@@ -31,6 +31,36 @@ def gated_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[S
     inner = program.gated(gate, parts.linear(program, x, "up_proj"))
     y = parts.linear(program, inner, "down_proj")
     return _multiplied(program, parts, y, "down_multiplier")
+
+
+# a block's norms, and the branch behind each by the names that models give it
+BRANCHES: dict[str, tuple[str, ...]] = {
+    "norm": ("mixer",),
+    "input_layernorm": ("linear_attn", "mamba", "self_attn"),
+    "post_attention_layernorm": ("mlp",),
+    "pre_ff_layernorm": ("feed_forward",),
+}
+
+
+def block(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
+    """``x + mixer(norm(x))``, in some blocks ``x + mlp(norm(x))`` behind it.
+
+    Its parts are written as their own programs are, which are proved before it.
+    """
+    parts.setting(parts.root, "residual_in_fp32")  # on which the dtype of its output depends
+    for norm, branches in BRANCHES.items():
+        if norm not in parts.root._modules:
+            continue
+        (branch,) = (name for name in branches if name in parts.root._modules)
+        y = x
+        for name in (norm, branch):
+            part = parts.within(name)
+            step = parts.setting(decoding_of(part.root), "step")
+            if step is None:
+                raise UnservedError
+            y = step.write(program, part, y, states if step.states else ())
+        x = program.add(x, y)
+    return x
 
 
 def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
