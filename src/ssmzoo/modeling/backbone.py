@@ -26,7 +26,7 @@ from ssmzoo.modeling.cache import (
 from ssmzoo.modeling.cache_identity import STATE_ADAPTER
 from ssmzoo.modeling.compat import CACHE, BaseModelOutputWithPast, one_cache
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import JoinedLayers, decoding_of, is_token, joined_layers
+from ssmzoo.modeling.decoding import decoding_of, is_token
 from ssmzoo.modeling.dynamics import Trajectories
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.images import ImageEmbedding
@@ -37,6 +37,7 @@ from ssmzoo.modeling.inputs import (
     take_sequences,
     take_steps,
 )
+from ssmzoo.modeling.joined import JoinedBlocks, joined_blocks
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.mixer import SSMMixer
@@ -361,10 +362,10 @@ class SSMModel(SSMPreTrainedModel):
             hidden_states = packing.flat(hidden_states)
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
-        joined: Mapping[int, JoinedLayers] = {}
+        joined: Mapping[int, JoinedBlocks] = {}
         one = hidden_states.shape[1] == 1 and passing is None and not output_hidden_states
         if one and is_token(self, hidden_states, packing):
-            joined = joined_layers(self, states)
+            joined = joined_blocks(self, states)
         done = 0  # layers that were read together
         for index, (layer, state) in enumerate(zip(self.layers, states, strict=False)):
             if index < done:

@@ -10,11 +10,9 @@ prove that it computes the same.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ _ROUNDING = {
 GAVE_OTHER_NUMBERS = "its program gave other numbers than its forward"
 
 
-class _Step:
+class TokenStep:
     """A module's program, what wrote it, and the kind of call and the parts that it is for."""
 
     def __init__(
@@ -71,7 +69,7 @@ class _Step:
             and self.parts.unchanged()
         )
 
-    def follows(self, before: _Step) -> bool:
+    def follows(self, before: TokenStep) -> bool:
         """Return whether it reads what another one writes, and leaves the like."""
         return (
             self.program.dtype is before.program.dtype
@@ -81,11 +79,11 @@ class _Step:
 
     def __call__(self, x: Tensor, states: Sequence[Tensor]) -> Tensor:
         y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
-        _run([(self, [x if x.is_contiguous() else x.contiguous(), y, *states])])
+        run_steps([(self, [x if x.is_contiguous() else x.contiguous(), y, *states])])
         return y
 
 
-def _run(calls: Sequence[tuple[_Step, Sequence[Tensor]]]) -> None:
+def run_steps(calls: Sequence[tuple[TokenStep, Sequence[Tensor]]]) -> None:
     """Run steps, each behind the one before."""
     step, tensors = calls[0]
     rows = tensors[0].numel() // step.width
@@ -104,14 +102,16 @@ DECODING = "_ssmzoo_decoding"  # the attribute of a module that has its Decoding
 class Decoding:
     """How a module decodes: by a program, one still to be written, or by its own code."""
 
-    step: _Step | None = None
+    step: TokenStep | None = None
     # asked for each input: whether it still goes to the module's own code
     refused: Callable[[Tensor, dict[ForwardCode, bool] | None], bool] | None = None
     why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
     code: ForwardCode | None = None  # which gave it
-    # of a backbone: its layers and their programs, and those that were joined then
-    joined: tuple[list[Any], list[_Step | None], dict[int, JoinedLayers]] | None = None
+    # of a backbone or a first block: what was joined, and the layers and programs that it was
+    # joined from
+    joined: tuple[list[Any], list[TokenStep | None], Any] | None = None
+    following: Any = None  # of a stock block: the one that read its last output
 
     def __reduce__(self) -> Any:
         """Leave the program, which has addresses of weights, out of copies and files."""
@@ -207,7 +207,7 @@ def token_of_layer(
         y, states = _prove(module, (write,), x, states, own, after, matrices)
         state.final.update(zip(names, states, strict=True))
         return y
-    changed = _next_states(states, map(in_place.__contains__, names))
+    changed = next_states(states, map(in_place.__contains__, names))
     try:
         y = step(x, changed)
     except FloatingPointError:  # its own code has the better message
@@ -216,130 +216,12 @@ def token_of_layer(
     return y
 
 
-def _next_states(states: Sequence[Tensor], in_place: Iterable[bool]) -> list[Tensor]:
+def next_states(states: Sequence[Tensor], in_place: Iterable[bool]) -> list[Tensor]:
     """Return the states that a program changes: copies, but of those that may be written over."""
     changed = []
     for state, own in zip(states, in_place, strict=True):
         changed.append(state if own and _writable(state) else state.clone())
     return changed
-
-
-class JoinedLayers:
-    """Layers that follow one another, whose tokens one call of C reads.
-
-    Between two calls of C the memory, for which decoding waits, has nothing to do. What every layer
-    asks before its token is asked for all of them at once: weights stream through the caches, so
-    that every look is a slow one.
-
-    Args:
-        layers: Each an :class:`~ssmzoo.modeling.block.SSMBlock`.
-        steps: Their programs; each reads what the one before it writes.
-        names: The names of each layer's states.
-    """
-
-    def __init__(
-        self, layers: Sequence[Any], steps: Sequence[_Step], names: Sequence[Sequence[str]]
-    ) -> None:
-        self.layers = layers
-        self._steps = steps
-        self._parts = ModuleParts.joined([step.parts for step in steps])
-        self._attributes = [layer.__dict__ for layer in layers]
-        self._mixers = [layer.mixer for layer in layers]
-        self._classes = {type(layer): layer for layer in layers}
-        self._names = names
-        self._in_place = [
-            name in layer.mixer.written_in_place
-            for layer, held in zip(layers, names, strict=True)
-            for name in held
-        ]
-        self._kinds = [kind for step in steps for kind in step.states]
-
-    def __call__(self, x: Tensor, states: Sequence[LayerState]) -> Tensor | None:
-        """Return the last layer's output; None: the layers must be called one by one.
-
-        They must be called if one of them is not what its program was written for, or calling it
-        does more.
-
-        Args:
-            x: What the first layer reads, ``[B, 1, D]``.
-            states: The states of the layers.
-        """
-        try:
-            before = [
-                state.initial[name]
-                for state, names in zip(states, self._names, strict=True)
-                for name in names
-            ]
-        except KeyError:  # a cache of another kind of call
-            return None
-        if not self._apply(x, states, before):
-            return None
-        left, calls = iter(_next_states(before, self._in_place)), []
-        y = x.new_empty((*x.shape[:-1], self._steps[-1].outputs), dtype=self._steps[-1].dtype)
-        given = x if x.is_contiguous() else x.contiguous()
-        for step in self._steps:
-            calls.append((step, [given, y, *itertools.islice(left, len(step.states))]))
-            given = y  # read before it is written
-        try:
-            _run(calls)
-        except FloatingPointError:  # a layer's own code has the better message
-            return None
-        for state, names, (_, tensors) in zip(states, self._names, calls, strict=True):
-            state.final.update(zip(names, tensors[2:], strict=True))
-        return y
-
-    def _apply(self, x: Tensor, states: Sequence[LayerState], before: list[Tensor]) -> bool:
-        """Return whether the programs may run now."""
-        first, rows = self._steps[0], x.shape[0]
-        checked = states[0].checked_code
-        return (
-            x.dtype is first.format
-            and x.shape[-1] == first.width
-            and [*map(_KIND, before)] == [(kind, (rows, *rest), True) for kind, rest in self._kinds]
-            and all(map(Tensor.is_contiguous, before))
-            and _programs_run(x)
-            and not any(map(_TRAINING, self.layers))
-            and all(layer.runs_its_own_code() for layer in self._classes.values())
-            and not any(map(dict.__contains__, self._attributes, itertools.repeat("forward")))
-            and all(m.next_is_written(s) for m, s in zip(self._mixers, states, strict=True))
-            and self._parts.same_code(checked)
-            and self._parts.unchanged()
-        )
-
-
-_KIND = operator.attrgetter("dtype", "shape", "is_cpu")
-_TRAINING = operator.attrgetter("training")
-
-
-def joined_layers(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedLayers]:
-    """Return a model's layers whose programs run in one call, by the place of the first.
-
-    Args:
-        model: A backbone; its ``layers`` have been called or not.
-        states: Their states, before a token.
-    """
-    known = decoding_of(model)
-    layers = [*itertools.islice(model.layers._modules.values(), len(states))]
-    steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
-    if known.joined is not None and known.joined[:2] == (layers, steps):
-        return known.joined[2]
-    ends: dict[int, int] = {}  # of runs, by the place of their first layer
-    first = -1
-    for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
-        if step is None or not (states[index].initial and layer.runs_its_own_code()):
-            continue
-        # not so if something wraps the mixer
-        if layer.training or not getattr(layer.mixer, "writes_tokens", False):
-            continue
-        if ends.get(first) != index or not step.follows(cast(_Step, steps[index - 1])):
-            first = index
-        ends[first] = index + 1
-    joined = {}
-    for first, end in ends.items():
-        names = [sorted(state.initial) for state in states[first:end]]
-        joined[first] = JoinedLayers(layers[first:end], cast(list[_Step], steps[first:end]), names)
-    known.joined = layers, steps, joined
-    return joined
 
 
 def is_token(module: nn.Module, x: Tensor, packing: Sequences | None) -> bool:
@@ -364,7 +246,7 @@ def _may_decode(
     """Return whether a program may run a module's token now."""
     if known.refused is not None and known.refused(x, checked):
         return False
-    if not _programs_run(x):
+    if not programs_run(x):
         if x.device.type != "cpu":
             known.step = None  # which would keep weights that were moved in memory
         return False
@@ -379,7 +261,7 @@ def _may_decode(
     return False
 
 
-def _programs_run(x: Tensor) -> bool:
+def programs_run(x: Tensor) -> bool:
     """Return whether programs may read an input as things are now."""
     return bool(
         decodes_on_cpu(x)
@@ -418,7 +300,7 @@ def _prove(
     for writer in writers:
         asked.append(ModuleParts(module, matrices))
         try:
-            step = _Step(asked[-1], writer, x, states, y)
+            step = TokenStep(asked[-1], writer, x, states, y)
         except UnservedError as error:
             known.why = f"no program is written for it: {error}".removesuffix(": ")
             continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.compat import given_cache
+from ssmzoo.modeling.joined import JoinedLayers
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import call, mixers_with
-from ssmzoo.modeling.stock.mixers import MixerCalls, states_of_one_token
+from ssmzoo.modeling.stock.mixers import MixerCalls, cached_states, steps_states
 from ssmzoo.modeling.stock.norms import normalised
 
 # of a forward that adds branches to its input and does no more: what it reads, and its variables
@@ -85,33 +88,82 @@ class BlockCalls:
         if known_of_call is not None:
             with mixers_with(*known_of_call):
                 return self.stock_class.forward(self, *args, **kwargs)
-        own = functools.partial(self.stock_class.forward, self, *args, **kwargs)
-        if torch.compiler.is_compiling() or not (self.adds_branches and len(args) == 1):
-            return own()
-        x = args[0]
-        states = _states(self, kwargs) if x.shape[1] == 1 else ()
-        if not states:
-            return own()
-        dtype = next(self.parameters()).dtype
-        checked = call.checked_code
-        return decoding.token(self, (steps.block,), x, states, own, checked=checked, matrices=dtype)
+        if (
+            not torch.compiler.is_compiling()
+            and self.adds_branches
+            and len(args) == 1
+            and args[0].shape[1] == 1
+            and (cache := kwargs.get(given_cache(kwargs))) is not None
+            and steps_states(kwargs.get("attention_mask"))
+        ):
+            own = functools.partial(self.stock_class.forward, self, args[0], **kwargs)
+            return _token(self, args[0], cache, own)
+        return self.stock_class.forward(self, *args, **kwargs)
 
 
-def _states(block: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return what a block's program steps; empty: none may run."""
+def _token(block: Any, x: Tensor, cache: Any, own: Callable[[], Tensor]) -> Tensor:
+    """Return a block's output for a token ``[B, 1, D]``."""
+    before = None if call.ran is None or call.ran[1] is not x else call.ran[0]
+    if before is not None and call.ahead:  # it was read with the block before
+        call.ahead -= 1
+        return x
+    if call.joins and (run := _joined(block)) is not None:
+        states = [cached_states(mixer, cache) for mixer in run.mixers]
+        found = None
+        if all(states):
+            found = run.run(x, [*itertools.chain.from_iterable(states)], call.checked_code)
+        if found is not None:
+            call.ran, call.ahead = (run.layers[-1], found[0]), len(run.layers) - 1
+            return found[0]
+    mixer = _served_mixer(block)
+    states = () if mixer is None else cached_states(mixer, cache)
+    if not states:
+        return own()
+    dtype, checked = next(block.parameters()).dtype, call.checked_code
+    y = decoding.token(block, (steps.block,), x, states, own, checked=checked, matrices=dtype)
+    if before is not None:
+        decoding.decoding_of(before).following = block
+    call.ran = block, y
+    return y
+
+
+def _served_mixer(block: Any) -> Any:
+    """Return the mixer of a block whose parts all have programs, or none yet."""
     mixer = None
     for part in block._modules.values():
         if isinstance(part, MixerCalls):
             mixer = part
         elif not isinstance(part, MLPCalls):
-            return ()
+            return None
         known = part.__dict__.get(decoding.DECODING)
         if known is not None and known.refused is not None:
             decoding.decoding_of(block).step = None  # what it was proved with is there no more
-            return ()
-    if mixer is None or not mixer.writers:
-        return ()
-    name = given_cache(given)
-    if name is None:
-        return ()
-    return states_of_one_token(mixer, given[name], given.get("attention_mask"))
+            return None
+    return mixer if mixer is not None and mixer.writers else None
+
+
+class _Run(JoinedLayers):
+    """Blocks of which each has read what the one before it gave."""
+
+    def __init__(self, blocks: list[Any], programs: list[decoding.TokenStep]) -> None:
+        super().__init__(blocks, programs, [True] * sum(len(p.states) for p in programs))
+        parts = itertools.chain.from_iterable(block._modules.values() for block in blocks)
+        self.mixers = [part for part in parts if isinstance(part, MixerCalls)]
+
+
+def _joined(block: Any) -> _Run | None:
+    """Return a block and those behind it, if their programs run in one call."""
+    first, blocks, programs = decoding.decoding_of(block), [], []
+    known: Any = first
+    while known is not None and known.step is not None:
+        blocks.append(block)
+        programs.append(known.step)
+        block = known.following
+        known = None if block is None else block.__dict__.get(decoding.DECODING)
+    if first.joined is None or first.joined[:2] != (blocks, programs):
+        end = 1
+        while end < len(blocks) and programs[end].follows(programs[end - 1]):
+            end += 1
+        run = _Run(blocks[:end], programs[:end]) if end > 1 else None
+        first.joined = blocks, programs, run
+    return first.joined[2]

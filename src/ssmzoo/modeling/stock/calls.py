@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from ssmzoo.modeling.forward_code import ForwardCode
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.packing import Sequences
@@ -27,6 +29,10 @@ class Call(threading.local):
         scans: The scans that run, with their arguments, while ``dynamics`` asks; else None.
         checked_code: Whether the code of layers is unchanged, as this call has found it; None
             outside a model's forward.
+        joins: Whether blocks that follow one another may read their tokens together: nobody asks
+            what each of them gave.
+        ran: The block that ran last, and its output.
+        ahead: How many blocks behind it have read their tokens already.
     """
 
     def __init__(self) -> None:
@@ -38,6 +44,9 @@ class Call(threading.local):
         self.states: LayerState | HeadStates | None = None
         self.scans: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
         self.checked_code: dict[ForwardCode, bool] | None = None
+        self.joins: bool = False
+        self.ran: tuple[Any, Tensor] | None = None
+        self.ahead: int = 0
 
 
 call = Call()

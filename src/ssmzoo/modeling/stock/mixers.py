@@ -59,9 +59,9 @@ class MixerCalls:
                 return self.stock_class.forward(
                     self, hidden_states, cache, attention_mask, **kwargs
                 )
-            if hidden_states.shape[1] == 1 and self.writers:
-                states = states_of_one_token(self, cache, attention_mask)
-                if states:
+            one = hidden_states.shape[1] == 1 and self.writers and cache is not None
+            if one and steps_states(attention_mask):
+                if states := cached_states(self, cache):
                     return decoding.token(
                         self,
                         self.writers,
@@ -158,16 +158,18 @@ def _require_plain(mixer: Any) -> None:
         )
 
 
-def states_of_one_token(
-    mixer: Any, cache: Any, attention_mask: Tensor | None
-) -> tuple[Tensor, ...]:
+def steps_states(attention_mask: Tensor | None) -> bool:
+    """Return whether a token of this call may change states in place."""
+    return (
+        not torch.is_grad_enabled()
+        and call.packing is None
+        and call.passing is None
+        and (attention_mask is None or bool(attention_mask[:, -1].all()))
+    )
+
+
+def cached_states(mixer: Any, cache: Any) -> tuple[Tensor, ...]:
     """Return the states of convolution and scan that a program steps; empty: none may run."""
-    if cache is None or torch.is_grad_enabled():
-        return ()
-    if call.packing is not None or call.passing is not None:
-        return ()
-    if attention_mask is not None and not bool(attention_mask[:, -1].all()):
-        return ()
     layer = cache.layers[mixer.layer_idx]
     if len(layer.conv_states) != 1 or getattr(layer, "record_past", False):
         return ()

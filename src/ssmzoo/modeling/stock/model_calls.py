@@ -277,10 +277,12 @@ def model_body(stock: type[PreTrainedModel]) -> dict[str, Any]:
         if torch.compiler.is_compiling() or call.checked_code is not None:
             return self.read_any(given)
         call.checked_code = {}  # each layer's code is checked once a call
+        call.joins = not _shows_layers(self, given)
         try:
             return self.read_any(given)
         finally:
-            call.checked_code = None
+            call.checked_code, call.joins = None, False
+            call.ran, call.ahead = None, 0
 
     return {
         "forward": forward,
@@ -297,6 +299,15 @@ def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
         return False
     use = given.get("use_cache")
     return bool(model.config.use_cache and not model.training if use is None else use)
+
+
+def _shows_layers(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a call asks what layers gave, by arguments or by the configuration."""
+    asked = (
+        getattr(model.config, name, False) if given.get(name) is None else given[name]
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    )
+    return any(asked)
 
 
 def _holds_states(cache: Any) -> bool:

@@ -1,0 +1,174 @@
+"""Layers that follow one another, a token of which one call of C reads.
+
+Between two calls of C the memory, for which decoding waits, has nothing to do. What every layer
+asks before its token is asked for all of them at once: weights stream through the caches, so that
+every look is a slow one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from ssmzoo.modeling.decoding import (
+    DECODING,
+    TokenStep,
+    decoding_of,
+    next_states,
+    programs_run,
+    run_steps,
+)
+from ssmzoo.modeling.forward_code import ForwardCode
+from ssmzoo.modeling.layer_state import LayerState
+from ssmzoo.modeling.module_parts import ModuleParts
+
+_KIND = operator.attrgetter("dtype", "shape", "is_cpu")
+_TRAINING = operator.attrgetter("training")
+
+
+class JoinedLayers:
+    """Layers and their programs, each of which reads what the one before it writes.
+
+    Args:
+        layers: The layers.
+        steps: Their programs.
+        in_place: Of each state, layer by layer, whether it may be written over.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], steps: Sequence[TokenStep], in_place: Sequence[bool]
+    ) -> None:
+        self.layers = layers
+        self.steps = steps
+        self._in_place = in_place
+        self._parts = ModuleParts.joined([step.parts for step in steps])
+        self._attributes = [layer.__dict__ for layer in layers]
+        self._kinds = [kind for step in steps for kind in step.states]
+
+    def run(
+        self, x: Tensor, before: list[Tensor], checked: dict[ForwardCode, bool] | None
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the last layer's output, and the states behind it.
+
+        Args:
+            x: What the first layer reads, ``[B, 1, D]``.
+            before: The states of the layers, in their order.
+            checked: See :meth:`ForwardCode.unchanged`.
+
+        Returns:
+            None: the layers must be called one by one, since one of them is not what its program
+            was written for, or calling it does more.
+        """
+        if not self._apply(x, before, checked):
+            return None
+        changed = next_states(before, self._in_place)
+        left, calls = iter(changed), []
+        y = x.new_empty((*x.shape[:-1], self.steps[-1].outputs), dtype=self.steps[-1].dtype)
+        given = x if x.is_contiguous() else x.contiguous()
+        for step in self.steps:
+            calls.append((step, [given, y, *itertools.islice(left, len(step.states))]))
+            given = y  # read before it is written
+        try:
+            run_steps(calls)
+        except FloatingPointError:  # a layer's own code has the better message
+            return None
+        return y, changed
+
+    def _apply(
+        self, x: Tensor, before: list[Tensor], checked: dict[ForwardCode, bool] | None
+    ) -> bool:
+        """Return whether the programs may run now."""
+        first, rows = self.steps[0], x.shape[0]
+        return (
+            x.dtype is first.format
+            and x.shape[-1] == first.width
+            and [*map(_KIND, before)] == [(kind, (rows, *rest), True) for kind, rest in self._kinds]
+            and all(map(Tensor.is_contiguous, before))
+            and programs_run(x)
+            and not any(map(_TRAINING, self.layers))
+            and not any(map(dict.__contains__, self._attributes, itertools.repeat("forward")))
+            and self._parts.same_code(checked)
+            and self._parts.unchanged()
+        )
+
+
+class JoinedBlocks(JoinedLayers):
+    """Blocks of a model of ours.
+
+    Args:
+        layers: Each an :class:`~ssmzoo.modeling.block.SSMBlock`.
+        steps: Their programs.
+        names: The names of each layer's states.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], steps: Sequence[TokenStep], names: Sequence[Sequence[str]]
+    ) -> None:
+        in_place = [
+            name in layer.mixer.written_in_place
+            for layer, held in zip(layers, names, strict=True)
+            for name in held
+        ]
+        super().__init__(layers, steps, in_place)
+        self._classes = {type(layer): layer for layer in layers}
+        self._mixers = [layer.mixer for layer in layers]
+        self._names = names
+
+    def __call__(self, x: Tensor, states: Sequence[LayerState]) -> Tensor | None:
+        """Return what :meth:`run` does, and leave the states in ``states``, those of the layers."""
+        try:
+            before = [
+                state.initial[name]
+                for state, names in zip(states, self._names, strict=True)
+                for name in names
+            ]
+        except KeyError:  # a cache of another kind of call
+            return None
+        if not all(layer.runs_its_own_code() for layer in self._classes.values()):
+            return None
+        if not all(m.next_is_written(s) for m, s in zip(self._mixers, states, strict=True)):
+            return None
+        found = self.run(x, before, states[0].checked_code)
+        if found is None:
+            return None
+        left = iter(found[1])
+        for state, names in zip(states, self._names, strict=True):
+            state.final.update(zip(names, left, strict=False))
+        return found[0]
+
+
+def joined_blocks(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedBlocks]:
+    """Return a model's blocks whose programs run in one call, by the place of the first.
+
+    Args:
+        model: A backbone; its ``layers`` have been called or not.
+        states: Their states, before a token.
+    """
+    known = decoding_of(model)
+    layers = [*itertools.islice(model.layers._modules.values(), len(states))]
+    steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
+    if known.joined is not None and known.joined[:2] == (layers, steps):
+        return known.joined[2]
+    ends: dict[int, int] = {}  # of runs, by the place of their first layer
+    first = -1
+    for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
+        if step is None or not (states[index].initial and layer.runs_its_own_code()):
+            continue
+        # not so if something wraps the mixer
+        if layer.training or not getattr(layer.mixer, "writes_tokens", False):
+            continue
+        if ends.get(first) != index or not step.follows(cast(TokenStep, steps[index - 1])):
+            first = index
+        ends[first] = index + 1
+    joined = {}
+    for first, end in ends.items():
+        names = [sorted(state.initial) for state in states[first:end]]
+        joined[first] = JoinedBlocks(
+            layers[first:end], cast(list[TokenStep], steps[first:end]), names
+        )
+    known.joined = layers, steps, joined
+    return joined
