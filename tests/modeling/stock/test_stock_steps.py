@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.flop_counter import FlopCounterMode
 
 import ssmzoo
+from ssmzoo.modeling import decoding
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.decoding import DECODING
 from ssmzoo.modeling.stock import mixers, norms
@@ -696,3 +697,72 @@ def test_arguments_come_by_place_or_by_name_and_norms_that_are_replaced_run(
     assert distance(replaced, stock) > 1e-2
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
         ssmzoo.accelerate(model).model(x, input_ids=x)
+
+
+def calls_of_c(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which every call of programs adds how many it runs."""
+    ran, run = [], decoding.run_programs
+    monkeypatch.setattr(
+        decoding, "run_programs", lambda calls, rows: (ran.append(len(calls)), run(calls, rows))
+    )
+    return ran
+
+
+def a_layer_taken_away(model: Any) -> None:
+    del model.backbone.layers[1]
+    model.config.num_hidden_layers = 3
+    for place, layer in enumerate(model.backbone.layers):
+        layer.mixer.layer_idx = place
+
+
+def two_layers_exchanged(model: Any) -> None:
+    layers = model.backbone.layers
+    layers[1].norm, layers[2].norm = layers[2].norm, layers[1].norm
+    layers[1], layers[2] = layers[2], layers[1]
+    for place, layer in enumerate(layers):
+        layer.mixer.layer_idx = place
+
+
+def a_hook_on_a_block(model: Any) -> None:
+    model.backbone.layers[2].register_forward_hook(lambda _, given, out: out + given[0])
+
+
+def a_forward_of_a_block(model: Any) -> None:
+    block = model.backbone.layers[2]
+    block.forward = lambda x, **kwargs: 2 * type(block).forward(block, x, **kwargs)
+
+
+def a_hook_inside_a_block(model: Any) -> None:
+    model.backbone.layers[1].mixer.register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_layer_taken_away,
+        two_layers_exchanged,
+        a_hook_on_a_block,
+        a_forward_of_a_block,
+        a_hook_inside_a_block,
+    ],
+)
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
+def test_a_token_of_blocks_is_one_call_until_one_changes(
+    model_type: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = tiny(model_type, num_hidden_layers=4), ids(seed=3)
+    for layer in model.backbone.layers:  # so that none can take another's place
+        nn.init.normal_(layer.norm.weight)
+    ssmzoo.accelerate(model)
+    before = decode(model, x, prompt(model, x))
+    cache, ran = prompt(model, x), calls_of_c(monkeypatch)
+    decode(model, x[:, :1], cache)
+    assert ran == [4, 1]  # the blocks, and the last norm
+    with torch.no_grad():
+        shown = model(x[:, 1:2], use_cache=True, output_hidden_states=True, **cache).hidden_states
+    assert len({x.data_ptr() for x in shown}) == len(shown)
+    change(model)
+    after = decode(model, x, prompt(model, x))
+    ssmzoo.restore(model)
+    assert distance(after, decode(model, x, prompt(model, x))) <= 1e-5
+    assert (distance(after, before) > 1e-3) == (change is not a_hook_inside_a_block)

@@ -107,7 +107,7 @@ def _token(block: Any, x: Tensor, cache: Any, own: Callable[[], Tensor]) -> Tens
     if before is not None and call.ahead:  # it was read with the block before
         call.ahead -= 1
         return x
-    if call.joins and (run := _joined(block)) is not None:
+    if (run := _joined(block)) is not None:
         states = [cached_states(mixer, cache) for mixer in run.mixers]
         found = None
         if all(states):
@@ -152,14 +152,17 @@ class _Run(JoinedLayers):
 
 
 def _joined(block: Any) -> _Run | None:
-    """Return a block and those behind it, if their programs run in one call."""
+    """Return a block and those behind it in its model, if their programs run in one call."""
+    if block not in call.blocks:
+        return None
     first, blocks, programs = decoding.decoding_of(block), [], []
-    known: Any = first
-    while known is not None and known.step is not None:
-        blocks.append(block)
+    for following in call.blocks[call.blocks.index(block) :]:
+        known = following.__dict__.get(decoding.DECODING)
+        if known is None or known.step is None or following is not block:
+            break
+        blocks.append(following)
         programs.append(known.step)
-        block = known.following
-        known = None if block is None else block.__dict__.get(decoding.DECODING)
+        block = known.following  # in the model, or what was there before
     if first.joined is None or first.joined[:2] != (blocks, programs):
         end = 1
         while end < len(blocks) and programs[end].follows(programs[end - 1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,8 +29,8 @@ class Call(threading.local):
         scans: The scans that run, with their arguments, while ``dynamics`` asks; else None.
         checked_code: Whether the code of layers is unchanged, as this call has found it; None
             outside a model's forward.
-        joins: Whether blocks that follow one another may read their tokens together: nobody asks
-            what each of them gave.
+        blocks: The model's, of which those that follow one another may read a token together;
+            none where somebody asks what each of them gave.
         ran: The block that ran last, and its output.
         ahead: How many blocks behind it have read their tokens already.
     """
@@ -44,7 +44,7 @@ class Call(threading.local):
         self.states: LayerState | HeadStates | None = None
         self.scans: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
         self.checked_code: dict[ForwardCode, bool] | None = None
-        self.joins: bool = False
+        self.blocks: Sequence[Any] = ()
         self.ran: tuple[Any, Tensor] | None = None
         self.ahead: int = 0
 

@@ -60,16 +60,16 @@ class MixerCalls:
                     self, hidden_states, cache, attention_mask, **kwargs
                 )
             one = hidden_states.shape[1] == 1 and self.writers and cache is not None
-            if one and steps_states(attention_mask):
-                if states := cached_states(self, cache):
-                    return decoding.token(
-                        self,
-                        self.writers,
-                        hidden_states,
-                        states,
-                        lambda: self.layered(hidden_states, cache, attention_mask, **kwargs),
-                        checked=call.checked_code,
-                    )
+            states = cached_states(self, cache) if one and steps_states(attention_mask) else ()
+            if states:
+                return decoding.token(
+                    self,
+                    self.writers,
+                    hidden_states,
+                    states,
+                    lambda: self.layered(hidden_states, cache, attention_mask, **kwargs),
+                    checked=call.checked_code,
+                )
         return self.layered(hidden_states, cache, attention_mask, **kwargs)
 
     def layered(

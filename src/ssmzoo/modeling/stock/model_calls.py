@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -277,12 +277,11 @@ def model_body(stock: type[PreTrainedModel]) -> dict[str, Any]:
         if torch.compiler.is_compiling() or call.checked_code is not None:
             return self.read_any(given)
         call.checked_code = {}  # each layer's code is checked once a call
-        call.joins = not _shows_layers(self, given)
+        call.blocks = _blocks(self, given)
         try:
             return self.read_any(given)
         finally:
-            call.checked_code, call.joins = None, False
-            call.ran, call.ahead = None, 0
+            call.checked_code, call.blocks, call.ran, call.ahead = None, (), None, 0
 
     return {
         "forward": forward,
@@ -301,13 +300,17 @@ def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
     return bool(model.config.use_cache and not model.training if use is None else use)
 
 
-def _shows_layers(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a call asks what layers gave, by arguments or by the configuration."""
-    asked = (
-        getattr(model.config, name, False) if given.get(name) is None else given[name]
-        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
-    )
-    return any(asked)
+def _blocks(model: Any, given: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the blocks that a call runs; none if it asks what each of them gave."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        asked = given.get(name)
+        if getattr(model.config, name, False) if asked is None else asked:
+            return ()
+    backbone = model.recurrent_backbone
+    for part in backbone._modules.values():
+        if isinstance(part, nn.ModuleList):
+            return [*part._modules.values()][: backbone.config.num_hidden_layers]
+    return ()
 
 
 def _holds_states(cache: Any) -> bool:

@@ -47,7 +47,7 @@ class SpiralMixer(SSMMixer):
     ) -> Tensor:
         x = self.in_proj(hidden_states)  # [B, L, 2 N]
         exact = torch.promote_types(torch.float32, x.dtype)
-        u = torch.view_as_complex(x.to(exact).unflatten(-1, (-1, 2)).contiguous())  # [B, L, N]
+        u = torch.view_as_complex(x.to(exact).reshape(*x.shape[:-1], -1, 2))  # [B, L, N]
         decay = -self.log_decay.to(exact).exp()
         pole = torch.polar(decay.exp(), self.angle.to(exact))  # [N]
         start = state.get("h")  # [B, N, 2]

@@ -83,7 +83,7 @@ class WindowMixer(SSMMixer):
         behind = behind - torch.arange(past + length, device=ends.device)  # [L, W - 1 + L]
         visible = (behind >= 0) & (behind <= past) & (mark.transpose(1, 2) > 0)
         visible = visible | (behind == 0)  # behind a row's end, too, so that no softmax is empty
-        heads = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value))
+        heads = (x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2) for x in (query, key, value))
         y = nn.functional.scaled_dot_product_attention(*heads, attn_mask=visible[:, None])
         y = y.transpose(1, 2).flatten(2)
         return y if rows is None else rows.scatter(y, tokens)
