@@ -78,6 +78,7 @@ class TokenStep:
         )
 
     def __call__(self, x: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """Return the output for ``[..., width]``, and change the states."""
         y = x.new_empty((*x.shape[:-1], self.outputs), dtype=self.dtype)
         run_steps([(self, [x if x.is_contiguous() else x.contiguous(), y, *states])])
         return y

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo.modeling import decoding
-from ssmzoo.modeling.compat import given_cache
+from ssmzoo.modeling.compat import CACHE, given_cache
 from ssmzoo.modeling.joined import JoinedLayers
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import call, mixers_with
@@ -93,7 +93,7 @@ class BlockCalls:
             and self.adds_branches
             and len(args) == 1
             and args[0].shape[1] == 1
-            and (cache := kwargs.get(given_cache(kwargs))) is not None
+            and (cache := kwargs.get(given_cache(kwargs) or CACHE)) is not None
             and steps_states(kwargs.get("attention_mask"))
         ):
             own = functools.partial(self.stock_class.forward, self, args[0], **kwargs)
