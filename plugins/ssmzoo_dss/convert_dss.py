@@ -16,8 +16,6 @@ from .modeling_dss import DSSForSequenceClassification
 
 _AS_OFFICIAL = {
     "block": "linear",
-    "directions": "forward",
-    "residual": True,
     "image_size": None,
     "rms_norm_eps": 1e-5,
 }

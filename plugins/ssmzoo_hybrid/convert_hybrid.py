@@ -35,8 +35,8 @@ _SHARED = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
 _SHARED += ("initializer_range", "use_cache", "tie_word_embeddings")
 _SHARED += ("pad_token_id", "bos_token_id", "eos_token_id")
 _OWN = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-_AS_THEIRS = {"norm_type": "rms", "prenorm": True, "residual": True, "mlp_type": "swiglu"}
-_AS_THEIRS |= {"directions": "forward", "input_channels": None, "image_size": None}
+_AS_THEIRS = {"norm_type": "rms", "prenorm": True, "mlp_type": "swiglu"}
+_AS_THEIRS |= {"input_channels": None, "image_size": None}
 _KINDS = {  # by whether it has a window, and positions
     (False, True): "attention",
     (True, True): "window",

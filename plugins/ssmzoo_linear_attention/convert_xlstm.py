@@ -23,8 +23,7 @@ _FIELDS: dict[str, Any] = {
 }
 _BACKBONE: dict[str, Any] = {
     **{"num_key_heads": None, "skip": False, "norm_type": "rms", "prenorm": True},
-    **{"residual": True, "directions": "forward", "tie_word_embeddings": False},
-    **{"qk_norm": False, "out_norm_eps": None},
+    **{"tie_word_embeddings": False, "qk_norm": False, "out_norm_eps": None},
 }
 # fields of theirs that change no output but roundings
 _IDLE = {

@@ -19,7 +19,6 @@ _AS_OFFICIAL = {
     "intermediate_size": None,
     "norm_type": "rms",
     "prenorm": True,
-    "residual": True,
     "rms_norm_eps": 1e-5,
 }
 _PREFIXES = ("_orig_mod.", "module.", "transformer.")

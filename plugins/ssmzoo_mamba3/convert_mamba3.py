@@ -87,7 +87,7 @@ def to_official(state_dict: dict[str, Tensor], config: Mamba3Config) -> dict[str
         ValueError: The configuration has what fla's Mamba-3 has not.
     """
     usual = Mamba3Config()
-    fields = ("norm_type", "prenorm", "residual", "intermediate_size", "directions", "rate")
+    fields = ("norm_type", "prenorm", "intermediate_size", "rate")
     require_fields(config, {x: getattr(usual, x) for x in fields})
     found = {}
     for name, tensor in state_dict.items():

@@ -23,7 +23,6 @@ _AS_OFFICIAL = {
     "kernel_mode": "truncated",
     "legacy_double_h0": True,
     "prenorm": True,
-    "residual": True,
     "norm_type": "layer",
     "mlp_type": "gelu",
 }

@@ -100,7 +100,7 @@ def to_official(state_dict: dict[str, Tensor], config: RWKV7Config) -> dict[str,
         ValueError: The configuration has what fla's RWKV-7 has not.
     """
     usual = RWKV7Config()
-    fields = ("norm_type", "prenorm", "residual", "intermediate_size", "directions")
+    fields = ("norm_type", "prenorm", "intermediate_size")
     require_fields(config, {x: getattr(usual, x) for x in fields})
     theirs = {}
     for name, tensor in state_dict.items():

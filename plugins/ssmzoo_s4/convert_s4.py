@@ -18,7 +18,7 @@ from .dplr import System
 from .modeling_s4 import S4ForSequenceClassification
 
 _AS_OFFICIAL = {
-    **{"directions": "forward", "residual": True, "image_size": None, "intermediate_size": None},
+    **{"image_size": None, "intermediate_size": None},
     **{"rms_norm_eps": 1e-5, "classifier_bias": True},
 }
 # release 3 and what wrappers add, by release 4

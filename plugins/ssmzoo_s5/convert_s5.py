@@ -18,7 +18,7 @@ from .configuration_s5 import S5Config
 from .modeling_s5 import S5ForSequenceClassification
 
 _AS_OFFICIAL = {
-    **{"directions": "forward", "residual": True, "image_size": None, "intermediate_size": None},
+    **{"image_size": None, "intermediate_size": None},
     **{"irregular_steps": False, "classifier_bias": True},
 }
 _EPS = {"batch": 1e-5, "layer": 1e-6}  # flax's

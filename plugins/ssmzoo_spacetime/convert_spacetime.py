@@ -18,7 +18,7 @@ from .configuration_spacetime import SpaceTimeConfig
 from .modeling_spacetime import SpaceTimeForForecasting
 
 _AS_OFFICIAL = {
-    **{"directions": "forward", "residual": True, "norm_type": "none", "block": "mlp"},
+    **{"norm_type": "none", "block": "mlp"},
     **{"image_size": None, "intermediate_size": None, "raw_start": True},
 }
 # in this order in both directions

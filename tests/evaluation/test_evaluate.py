@@ -171,7 +171,7 @@ TEXT_TASKS = ["ssmzoo_recall_text", "ssmzoo_recall_text_24", "ssmzoo_induction_t
 
 def test_a_model_that_recalls_scores_one_on_every_symbol_task(models, tmp_path):
     path = evaluate(models("recall_symbols"), tasks=SYMBOL_TASKS, output_dir=tmp_path, limit=40)
-    assert [value(path, task) for task in SYMBOL_TASKS] == [1.0, 1.0, 1.0, 1.0]
+    assert [value(path, task) for task in SYMBOL_TASKS] == [1.0] * len(SYMBOL_TASKS)
     for task in SYMBOL_TASKS[1:]:
         assert value(path, task, "exact_match") == 1.0
     assert scores(path)["ssmzoo_induction_trigger2", "acc"]["settings"]["trigger"] == [6, 7]
@@ -227,7 +227,7 @@ def test_a_lookup_model_solves_only_the_recall_problems_of_mad(models, tmp_path)
 
 def test_a_model_that_recalls_scores_one_on_every_text_task(models, tmp_path):
     path = evaluate(models("recall"), suite="zoo-recall", output_dir=tmp_path, limit=25)
-    assert [value(path, task) for task in TEXT_TASKS] == [1.0, 1.0, 1.0]
+    assert [value(path, task) for task in TEXT_TASKS] == [1.0] * len(TEXT_TASKS)
 
 
 def test_a_model_that_answers_one_byte_late_fails_every_text_task(models, tmp_path):

@@ -12,10 +12,6 @@
 int omp_get_thread_num(void), omp_get_num_threads(void);
 #endif
 
-enum {
-  INPUT, OUTPUT, LINEAR, NORM, CONV, GATE, ADD, SCALE, GELU, COUNT,
-  SELECTIVE, SSD, DELTA, LONGHORN, FEEDBACK, DIAGONAL, COMPANION, ROTATE, KEEP, ATTEND, INNOVATE
-};
 enum { AHEAD = 32 }; /* rows of keys and values that are fetched early */
 enum { BY_SILU, BY_SIGMOID, BY_ITSELF };
 enum { NO_GATE, SILU_BEFORE, SILU_AFTER, SIGMOID_AFTER };
@@ -660,6 +656,7 @@ static void innovate(const Call *call, const Instruction *x) {
   }
 }
 
+/* in the order of `Code` in writer.py */
 static void (*const kinds[])(const Call *, const Instruction *) = {
     input, output,    linear, norm,  conv,     gate,     add,       scale,  gelu, count,
     selective, ssd, delta, longhorn, feedback, diagonal, companion, rotate, keep, attend, innovate};

@@ -19,7 +19,7 @@ dispatch.c_kernels[OP] = lambda: cpu
 
 
 class Code(enum.IntEnum):
-    """The kinds of instructions, numbered as in token_step.c."""
+    """The kinds of instructions, numbered by their places in ``kinds`` of token_step.c."""
 
     INPUT = 0
     OUTPUT = 1

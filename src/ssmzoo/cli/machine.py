@@ -1,4 +1,4 @@
-"""Commands that examine, check and time on this machine, or run other programs on it."""
+"""Commands of this machine: ``doctor``, ``check``, ``bench`` and ``exec``."""
 
 from __future__ import annotations
 

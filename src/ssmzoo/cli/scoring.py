@@ -27,6 +27,7 @@ from ssmzoo.cli.options import (
     in_folder,
 )
 from ssmzoo.cli.show import print_json, print_table, quieten_bars
+from ssmzoo.environment.hub_metadata import LISTS
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -130,14 +131,13 @@ _METADATA = {
     "base_model": ("ID", "the model on the Hub that it was trained from; may be repeated"),
     "pipeline_tag": ("TASK", "its task on the Hub (default: that of its head)"),
 }
-_REPEATED = ("language", "datasets", "base_model")
 
 
 def _metadata_option(name: str) -> Option:
     """Return the option for a field of a recipe's section card."""
     metavar, words = _METADATA[name]
     flag = f"--{name.replace('_', '-').removesuffix('s')}"
-    several: dict[str, Any] = {"action": "append", "default": []} if name in _REPEATED else {}
+    several: dict[str, Any] = {"action": "append", "default": []} if name in LISTS else {}
     return Option(flag, dest=name, metavar=metavar, help=words, **several)
 
 

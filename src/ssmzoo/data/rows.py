@@ -29,6 +29,11 @@ class Rows(NamedTuple):
     labels: np.ndarray  # [n, L] int64, -100 where nothing is to be predicted
     starts: np.ndarray  # [n, L] bool, True where a document, or its continuation, begins
 
+    @classmethod
+    def of_text(cls, input_ids: np.ndarray, starts: np.ndarray) -> Rows:
+        """Return rows of documents, whose first tokens nothing predicts."""
+        return cls(input_ids, np.where(starts, IGNORED, input_ids), starts)
+
     @property
     def tokens(self) -> int:
         """How many tokens are read."""
@@ -162,7 +167,7 @@ class PackedRows(NumberedRows):
             begin = int(self._order(epoch)[2][row]) * self.seq_len
             self.fill(epoch, begin, input_ids[i], starts[i])
         starts[:, 0] = True
-        return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
+        return Rows.of_text(input_ids, starts)
 
     def fill(self, epoch: int, begin: int, input_ids: np.ndarray, starts: np.ndarray) -> None:
         """Write one row of an epoch's tokens from ``begin`` on, and where documents start in it."""
@@ -241,7 +246,7 @@ class ConsecutiveRows(NumberedRows):
             begin = (lane * self._steps + step) * shape[1]
             self._documents.fill(epoch, begin, input_ids[i], starts[i])
             starts[i, 0] |= step == 0
-        return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
+        return Rows.of_text(input_ids, starts)
 
 
 class TaskRows(NumberedRows):

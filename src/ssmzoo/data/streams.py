@@ -10,7 +10,6 @@ import numpy as np
 from ssmzoo.data.readers import OpenShard, Shard
 from ssmzoo.data.rows import NumberedRows, Rows
 from ssmzoo.data.workers import Workers, encoded
-from ssmzoo.tasks.common import IGNORED
 
 LANES = 64  # at most: each keeps a file open
 SHARDS_PER_LANE = 4  # in an epoch at least: lanes of few shards differ in length
@@ -72,7 +71,7 @@ class StreamedRows(NumberedRows):
             lane, place = divmod(place, self._each)
             input_ids[i], starts[i] = self._lane(lane).row(step * self._each + place)
         starts[:, 0] = True
-        return Rows(input_ids, np.where(starts, IGNORED, input_ids), starts)
+        return Rows.of_text(input_ids, starts)
 
     def position(self) -> dict[str, Any]:
         """Return, as JSON, the position of all processes, and of this one's lanes."""

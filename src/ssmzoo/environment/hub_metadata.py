@@ -24,7 +24,7 @@ FIELDS = (
 )
 # those that a model made from another one takes over
 BASE_METADATA = ("base_model", "license", "license_name", "license_link")
-_LISTS = ("language", "datasets", "base_model")
+LISTS = ("language", "datasets", "base_model")
 LICENSE_FILES = ("LICENSE", "LICENSE.md")  # the Hub takes them in place of an address
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|code|multilingual")
 # https://huggingface.co/docs/hub/repositories-licenses
@@ -75,13 +75,13 @@ def checked(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise LookupError(f"card has no field {name!r}{hint}")
         if value is None:
             continue
-        several = value if isinstance(value, list) and name in _LISTS else [value]
+        several = value if isinstance(value, list) and name in LISTS else [value]
         for part in several:
             if not isinstance(part, str):
                 raise TypeError(f"card.{name} must be a text, got {part!r}")
             _check(name, part)
         if several:
-            found[name] = list(dict.fromkeys(several)) if name in _LISTS else value
+            found[name] = list(dict.fromkeys(several)) if name in LISTS else value
     for name in ("license_name", "license_link"):
         if name in found and found.get("license") != "other":
             raise ValueError(

@@ -1,7 +1,7 @@
 """What all families share: configuration, backbone, heads, cache, padding and packing, prompts.
 
 A family writes a mixer and names it in its model class; everything else comes from here.
-From outside: every name in ``__all__``; families import nothing else of ``ssmzoo``.
+From outside: every name in ``__all__``; families import nothing else of ``ssmzoo`` but ``Family``.
 """
 
 from ssmzoo.environment.messages import suggestion
@@ -24,7 +24,7 @@ from ssmzoo.modeling.classifiers import (
     SSMForSequenceClassification,
     SSMForTokenClassification,
 )
-from ssmzoo.modeling.configuration import SSMConfig
+from ssmzoo.modeling.configuration import SSMConfig, stateless
 from ssmzoo.modeling.decoding import is_token, token_of_layer
 from ssmzoo.modeling.derived import DerivedValue
 from ssmzoo.modeling.dynamics import Dynamics, Trajectories
@@ -138,6 +138,7 @@ __all__ = [
     "split_heads",
     "start_as_identity",
     "start_gated_block",
+    "stateless",
     "suggestion",
     "token_before",
     "token_of_layer",

@@ -302,13 +302,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+# fields of the backbone, and the values that they have in all code but ours
+_ELSEWHERE = {"residual": True, "directions": "forward"}
+
+
 def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
-    """Fail unless fields have the only values that an official model has.
+    """Fail unless fields, and those of this backbone alone, are as in an official model.
 
     Raises:
         ValueError: A field has another value.
     """
-    for field, value in wanted.items():
+    for field, value in (_ELSEWHERE | {**wanted}).items():
         if (got := getattr(config, field)) != value:
             raise ValueError(f"the official model has {field}={value!r} only, got {got!r}")
 

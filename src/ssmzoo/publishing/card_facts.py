@@ -75,6 +75,9 @@ class RecordedRun:
 class CardFacts:
     """A model and its training.
 
+    The ``.json`` beside a card has exactly these fields: what is new goes into ``run`` or
+    ``measured``, so that cards that exist can be read.
+
     Attributes:
         name: The model's, where its results give none.
         revision: The digest of its weights.

@@ -25,7 +25,8 @@ from ssmzoo.recipe.sections import (
 )
 from ssmzoo.recipe.train import SegmentsSection, TrainSection
 
-ROW_TASKS = ("mqar", "induction_heads")  # these can be drawn without end, as rows of one length
+# functions of ssmzoo.tasks, which data/sources.py draws without end as rows of one length
+ROW_TASKS = ("mqar", "induction_heads")
 
 
 class Recipe(Section):

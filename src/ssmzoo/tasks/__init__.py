@@ -2,9 +2,8 @@
 
 From outside: every name in ``__all__``.
 
-- ``load_task`` gives any task to a trainer, in one form (:class:`Supervised`): the tasks of the
-  Long Range Arena, Speech Commands, MNIST, digits, copying, delay, forecasts, recall, state
-  tracking.
+- ``load_task`` gives any task of ``SUPERVISED_TASKS`` to a trainer, in one form
+  (:class:`Supervised`).
 - ``mqar`` and ``induction_heads`` give token ids; recipes train on them.
 - ``*_documents`` wrap the same problems as lm-eval data sets; ``eval/tasks/*.yaml`` name them.
 - Labels of token ids follow Hugging Face's convention: ``labels[:, t]`` is what position ``t - 1``
