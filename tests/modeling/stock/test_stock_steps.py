@@ -35,8 +35,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit"),
 ]
 # MLPs with other activations or other parts
-OF_EXPERTS = {"Qwen3NextDecoderLayer", "Qwen3_5MoeDecoderLayer"}  # blocks
-OTHER_MLPS = {"ZambaMLP", "Zamba2MLP", "GraniteMoeHybridMLP", "NemotronHMLP"}
+OF_EXPERTS = {"Qwen3NextDecoderLayer", "Qwen3_5MoeDecoderLayer", "GraniteMoeHybridDecoderLayer"}
+OTHER_MLPS = {"ZambaMLP", "Zamba2MLP", "NemotronHMLP"}
 
 
 def ids(rows: int = 2, length: int = 12, seed: int = 1) -> Tensor:
@@ -124,6 +124,20 @@ def test_falcon_h1_with_its_multipliers_and_norms(after: bool | None) -> None:
     assert distance(ours, stock) <= 1e-5
     by_program = {type(module).__name__ for module in programs(model)}
     assert {"FalconH1Mixer", "FalconH1MLP"} <= by_program
+
+
+def test_granite_without_experts_decodes_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["mamba", "mamba", "mamba", "attention"]
+    fields = {"num_hidden_layers": 4, "layer_types": kinds, "num_local_experts": 0}
+    model, x = tiny("granitemoehybrid", **fields, residual_multiplier=0.22), ids(3, 8)
+    stock = decode(model, x[:, 3:], prompt(model, x[:, :3]))
+    ssmzoo.accelerate(model)
+    cache = prompt(model, x[:, :3])
+    ours = decode(model, x[:, 3:7], cache)
+    ran = calls_of_c(monkeypatch)
+    ours = torch.cat([ours, decode(model, x[:, 7:], cache)], dim=1)
+    assert ran[0] == 3
+    assert distance(ours, stock) <= 1e-5
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "mamba2", "qwen3_5_text"])

@@ -21,11 +21,12 @@ from ssmzoo.modeling.stock.norms import normalised
 
 # of a forward that adds branches to its input and does no more: what it reads, and its variables
 _READS = frozenset({"weight", "dtype", "to", "torch", "float32", "residual_in_fp32", "block_type"})
+_READS |= {"residual_multiplier", "has_experts", "block_sparse_moe"}  # without experts
 _READS |= {"isinstance", "tuple", *steps.BRANCHES}
 _READS |= {name for names in steps.BRANCHES.values() for name in names}
 _VARIABLES = frozenset({"self", "hidden_states", "residual", "attention_mask", "position_ids"})
 _VARIABLES |= {"cache", "cache_params", "past_key_values", "position_embeddings", "use_cache"}
-_VARIABLES |= {"kwargs", "output_attentions", "_"}
+_VARIABLES |= {"kwargs", "output_attentions", "moe_hidden_states", "_"}
 
 
 def adds_branches(stock: Any) -> bool:

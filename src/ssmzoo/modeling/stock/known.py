@@ -26,7 +26,7 @@ def writers_of(stock: type) -> tuple[TokenWriter, ...]:
         return ()
     if name.endswith("RMSNorm") and "Weightless" not in name:
         return NORMS
-    return (steps.gated_mlp,) if name.endswith("MLP") else ()
+    return (steps.gated_mlp, steps.joined_mlp) if name.endswith("MLP") else ()
 
 
 def functions_of(stock: type) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def gated_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[S
 BRANCHES: dict[str, tuple[str, ...]] = {
     "norm": ("mixer",),
     "input_layernorm": ("linear_attn", "mamba", "self_attn"),
-    "post_attention_layernorm": ("mlp",),
+    "post_attention_layernorm": ("mlp", "shared_mlp"),
     "pre_ff_layernorm": ("feed_forward",),
 }
 
@@ -45,7 +45,8 @@ BRANCHES: dict[str, tuple[str, ...]] = {
 def block(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
     """``x + mixer(norm(x))``, in some blocks ``x + mlp(norm(x))`` behind it.
 
-    Its parts are written as their own programs are, which are proved before it.
+    Granite multiplies both branches. The parts are written as their own programs are, which are
+    proved before it.
     """
     parts.setting(parts.root, "residual_in_fp32")  # on which the dtype of its output depends
     for norm, branches in BRANCHES.items():
@@ -59,8 +60,15 @@ def block(program: Program, parts: ModuleParts, x: Value, states: Sequence[State
             if step is None:
                 raise UnservedError
             y = step.write(program, part, y, states if step.states else ())
-        x = program.add(x, y)
+        x = program.add(x, _multiplied(program, parts, y, "residual_multiplier"))
     return x
+
+
+def joined_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
+    """The MLP of Granite, whose ``gate`` and ``up`` are one layer."""
+    parts.layer("activation", nn.SiLU, type(ACT2FN["silu"]))
+    both = parts.linear(program, x, "input_linear")
+    return parts.linear(program, program.gated(*both.chunk(2)), "output_linear")
 
 
 def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
