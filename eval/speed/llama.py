@@ -103,9 +103,12 @@ def write_gguf(model: MambaForCausalLM, path: Path) -> None:
 class Llama:
     """A file in llama.cpp, in a process of its own: it has another OpenMP than torch."""
 
-    def __init__(self, python: str, source: Path, kind: str, threads: int) -> None:
+    def __init__(
+        self, python: str, source: Path, kind: str, threads: int, length: int, rows: int = 1
+    ) -> None:
         worker = Path(__file__).with_name("llama_worker.py")
-        command = [python, worker, source, str(FILES[kind]), str(threads), str(2 * PROMPT)]
+        numbers = [str(number) for number in (FILES[kind], threads, length, rows)]
+        command = [python, worker, source, *numbers]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -122,6 +125,10 @@ class Llama:
     def seconds(self, tokens: list[int], at_once: bool) -> float:
         """Read tokens behind what was read, at once or one by one."""
         return self._ask(read=tokens, at_once=at_once)
+
+    def together(self, rows: list[list[int]], behind: int) -> float:
+        """Read tokens of several rows behind so many of each; return the seconds."""
+        return self._ask(rows=rows, behind=behind)
 
     def forget(self) -> None:
         """Begin anew."""
@@ -200,7 +207,9 @@ def runners(python: str, layers: int, folder: Path) -> dict[tuple[str, str], Cal
     write_gguf(mamba(layers), source)
     found: dict[tuple[str, str], Callable[[int], Any]] = {}
     for kind in FILES:
-        found["llama.cpp", kind] = lambda threads, kind=kind: Llama(python, source, kind, threads)
+        found["llama.cpp", kind] = lambda threads, kind=kind: Llama(
+            python, source, kind, threads, 2 * PROMPT
+        )
     from ssmzoo_bmojo.convert_bmojo import from_mamba
 
     longhorn = load_family("longhorn")
