@@ -109,10 +109,9 @@ class Decoding:
     why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
     offset: float | None = None  # of a norm's weight, NaN if it is another norm: see ``norms``
     code: ForwardCode | None = None  # which gave it
-    # of a backbone or a first block: what was joined, and the layers and programs that it was
-    # joined from
-    joined: tuple[list[Any], list[TokenStep | None], Any] | None = None
-    following: Any = None  # of a stock block: the one that read its last output
+    # of a backbone: its layers and their programs, and those that were joined then
+    joined: tuple[list[Any], list[Any], dict[Any, Any]] | None = None
+    leads: bool = False  # of a stock block: whether the one behind it reads what it gives
 
     def __reduce__(self) -> Any:
         """Leave the program, which has addresses of weights, out of copies and files."""

@@ -36,11 +36,14 @@ class JoinedLayers:
     Args:
         layers: The layers.
         steps: Their programs.
-        in_place: Of each state, layer by layer, whether it may be written over.
+        in_place: Of each state, layer by layer, whether it may be written over; None: all are.
     """
 
     def __init__(
-        self, layers: Sequence[Any], steps: Sequence[TokenStep], in_place: Sequence[bool]
+        self,
+        layers: Sequence[Any],
+        steps: Sequence[TokenStep],
+        in_place: Sequence[bool] | None = None,
     ) -> None:
         self.layers = layers
         self.steps = steps
@@ -65,7 +68,7 @@ class JoinedLayers:
         """
         if not self._apply(x, before, checked):
             return None
-        changed = next_states(before, self._in_place)
+        changed = before if self._in_place is None else next_states(before, self._in_place)
         left, calls = iter(changed), []
         y = x.new_empty((*x.shape[:-1], self.steps[-1].outputs), dtype=self.steps[-1].dtype)
         given = x if x.is_contiguous() else x.contiguous()

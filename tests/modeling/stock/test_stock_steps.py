@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import sys
 import threading
+import types
+import weakref
 from typing import Any
 
 import pytest
@@ -20,10 +23,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import MambaForCausalLM
+from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput, MambaOutput
 
 import ssmzoo
 from ssmzoo.modeling import decoding
-from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.compat import CACHE, MIXER_CACHE, cache_name
 from ssmzoo.modeling.decoding import DECODING
 from ssmzoo.modeling.stock import mixers, norms
 from ssmzoo_kernels import use_backend
@@ -780,3 +785,106 @@ def test_a_token_of_blocks_is_one_call_until_one_changes(
     ssmzoo.restore(model)
     assert distance(after, decode(model, x, prompt(model, x))) <= 1e-5
     assert (distance(after, before) > 1e-3) == (change is not a_hook_inside_a_block)
+
+
+def half_of_the_layers(
+    self: Any, input_ids: Tensor, cache: Any = None, use_cache: Any = None, **kwargs: Any
+) -> MambaOutput:
+    """A forward of somebody else's."""
+    x = self.embeddings(input_ids)
+    for layer in self.layers[:2]:
+        x = layer(x, **{MIXER_CACHE: cache or kwargs.get(MIXER_CACHE)})
+    return MambaOutput(last_hidden_state=self.norm_f(x), **{MIXER_CACHE: cache})
+
+
+@pytest.mark.parametrize("how", ["object", "class"])
+def test_another_forward_of_the_backbone_calls_its_blocks_itself(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = tiny("mamba", num_hidden_layers=4), ids(seed=3)
+    kind = type(model.backbone)
+    ssmzoo.accelerate(model)
+    decode(model, x, prompt(model, x))
+    cache = prompt(model, x)
+    before = copy.deepcopy(cache)
+    if how == "object":
+        model.backbone.forward = types.MethodType(half_of_the_layers, model.backbone)
+    else:
+        monkeypatch.setattr(kind, "forward", half_of_the_layers)
+    ours = decode(model, x, cache)
+    ssmzoo.restore(model)
+    assert distance(ours, decode(model, x, before)) <= 1e-5
+
+
+def test_a_model_around_the_backbone_may_look_at_every_block() -> None:
+    class Probe(MambaForCausalLM):
+        def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+            found = self.backbone(input_ids, output_hidden_states=True, **kwargs)
+            return MambaCausalLMOutput(logits=torch.stack(found.hidden_states).sum(0))
+
+    def read(model: Any, shown: bool) -> Tensor:
+        with torch.no_grad():
+            output = model.backbone(x[:, :4], use_cache=True)
+        name = cache_name(output.keys())
+        assert name is not None
+        if shown:
+            return decode(model, x[:, 4:], {name: output[name]})
+        with torch.no_grad():
+            for i in range(4):
+                output = model.backbone(x[:, i : i + 1], use_cache=True, **{name: output[name]})
+        return x
+
+    torch.manual_seed(0)
+    model, x = Probe(tiny("mamba", num_hidden_layers=4).config).eval(), ids(seed=3)
+    stock = read(model, shown=True)
+    ssmzoo.accelerate(model)
+    read(model, shown=False)  # its blocks are joined
+    assert distance(read(model, shown=True), stock) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "jamba", "qwen3_5_text"])
+def test_states_move_behind_a_prompt_with_gradients(model_type: str) -> None:
+    model, x = tiny(model_type), ids(2, 10)
+    with torch.no_grad():
+        stock = model(x).logits[:, 4:]
+    ssmzoo.accelerate(model)
+    decode(model, x, prompt(model, x))
+    output = model(x[:, :4], use_cache=True)
+    name = cache_name(output.keys())
+    assert name is not None
+    ours = decode(model, x[:, 4:], {name: output[name]})
+    assert distance(ours, stock) <= 1e-5
+
+
+def test_weights_that_are_no_parameters_leave_blocks_to_their_own_code(mamba: Any) -> None:
+    x = ids(seed=3)
+    expected = decode(mamba, x, prompt(mamba, x))
+    for layer in mamba.modules():  # as in replicas
+        for name in [*layer._parameters]:
+            weight = layer._parameters.pop(name)
+            layer.__dict__[name] = None if weight is None else weight.detach()
+    assert distance(decode(mamba, x, prompt(mamba, x)), expected) <= 1e-5
+
+
+def test_layers_that_were_taken_away_are_let_go() -> None:
+    model, x = tiny("mamba", num_hidden_layers=4), ids(seed=3)
+    ssmzoo.accelerate(model)
+    decode(model, x, prompt(model, x))
+    gone = weakref.ref(model.backbone.layers[3])
+    model.backbone.layers = model.backbone.layers[:2]
+    model.config.num_hidden_layers = 2
+    decode(model, x, prompt(model, x))
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_hook_on_the_last_block_leaves_the_others_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = tiny("mamba", num_hidden_layers=4), ids(seed=3)
+    ssmzoo.accelerate(model)
+    decode(model, x, prompt(model, x))
+    model.backbone.layers[3].register_forward_hook(lambda *_: None)
+    cache, ran = prompt(model, x), calls_of_c(monkeypatch)
+    decode(model, x[:, :2], cache)
+    assert ran[5:] == [3, 1, 1]  # three blocks, the last, the last norm

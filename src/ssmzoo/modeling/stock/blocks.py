@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.compat import CACHE, given_cache
 from ssmzoo.modeling.joined import JoinedLayers
+from ssmzoo.modeling.module_parts import is_watched
 from ssmzoo.modeling.stock import steps
-from ssmzoo.modeling.stock.calls import call, mixers_with
+from ssmzoo.modeling.stock.calls import Reading, call, mixers_with
 from ssmzoo.modeling.stock.mixers import MixerCalls, cached_states, steps_states
 from ssmzoo.modeling.stock.norms import normalised
 
@@ -30,9 +32,19 @@ _VARIABLES |= {"kwargs", "output_attentions", "moe_hidden_states", "_"}
 
 
 def adds_branches(stock: Any) -> bool:
-    """Return whether a block's class adds ``part(norm(x))`` to its input and does no more."""
-    code = inspect.unwrap(stock.forward).__code__
-    return _READS.issuperset(code.co_names) and _VARIABLES.issuperset(code.co_varnames)
+    """Return whether a block's class adds ``part(norm(x))`` to its input and does no more.
+
+    A program is proved by its output, in which a branch may be small beside what it is added to; so
+    this asks for transformers' own code, by the names in it.
+    """
+    forward = inspect.unwrap(stock.forward)
+    code = forward.__code__
+    known = _READS.issuperset(code.co_names) and _VARIABLES.issuperset(code.co_varnames)
+    return known and _of_transformers(forward)
+
+
+def _of_transformers(forward: Any) -> bool:
+    return forward.__globals__.get("__name__", "").startswith("transformers.models.")
 
 
 class MLPCalls:
@@ -85,7 +97,7 @@ class BlockCalls:
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self: Any, *args: Any, known_of_call: Any = None, **kwargs: Any) -> Any:
-        """Run the stock forward, for one token as a program where that gives the same."""
+        """Run the stock forward; of a token ``[B, 1, D]`` a program that gives the same."""
         if known_of_call is not None:
             with mixers_with(*known_of_call):
                 return self.stock_class.forward(self, *args, **kwargs)
@@ -104,70 +116,116 @@ class BlockCalls:
 
 def _token(block: Any, x: Tensor, cache: Any, own: Callable[[], Tensor]) -> Tensor:
     """Return a block's output for a token ``[B, 1, D]``."""
-    before = None if call.ran is None or call.ran[1] is not x else call.ran[0]
-    if before is not None and call.ahead:  # it was read with the block before
-        call.ahead -= 1
+    reading = call.reading or Reading({})
+    before = reading.block if reading.output is x else None
+    if before is not None and reading.ahead:
+        reading.ahead -= 1
         return x
-    if (run := _joined(block)) is not None:
+    run = reading.runs.get(block)
+    if run is not None:
         states = [cached_states(mixer, cache) for mixer in run.mixers]
         found = None
         if all(states):
             found = run.run(x, [*itertools.chain.from_iterable(states)], call.checked_code)
         if found is not None:
-            call.ran, call.ahead = (run.layers[-1], found[0]), len(run.layers) - 1
+            reading.block, reading.ahead = run.layers[-1], len(run.layers) - 1
+            reading.output = found[0]
             return found[0]
-    mixer = _served_mixer(block)
+        run.refused = True  # joined anew before the next token
+    mixer, norm = _served_parts(block)
     states = () if mixer is None else cached_states(mixer, cache)
     if not states:
         return own()
-    dtype, checked = next(block.parameters()).dtype, call.checked_code
+    dtype, checked = norm.weight.dtype, call.checked_code
     y = decoding.token(block, (steps.block,), x, states, own, checked=checked, matrices=dtype)
     if before is not None:
-        decoding.decoding_of(before).following = block
-    call.ran = block, y
+        decoding.decoding_of(before).leads = True
+    reading.block, reading.output = block, y
     return y
 
 
-def _served_mixer(block: Any) -> Any:
-    """Return the mixer of a block whose parts all have programs, or none yet."""
-    mixer = None
+def _served_parts(block: Any) -> tuple[Any, Any]:
+    """Return the mixer and a norm of a block whose parts all have programs, or none yet."""
+    mixer = norm = None
     for part in block._modules.values():
         if isinstance(part, MixerCalls):
             mixer = part
+        elif isinstance(part, NormCalls):
+            norm = part
         elif not isinstance(part, MLPCalls):
-            return None
+            return None, None
         known = part.__dict__.get(decoding.DECODING)
         if known is not None and known.refused is not None:
             decoding.decoding_of(block).step = None  # what it was proved with is there no more
-            return None
-    return mixer if mixer is not None and mixer.writers else None
+            return None, None
+    served = mixer is not None and mixer.writers and norm is not None and norm.weight is not None
+    return (mixer, norm) if served else (None, None)
 
 
-class _Run(JoinedLayers):
-    """Blocks of which each has read what the one before it gave."""
+class BlockRun(JoinedLayers):
+    """Blocks of which each reads what the one before it gives.
+
+    Attributes:
+        mixers: Theirs.
+        refused: Whether they had to be called one by one.
+    """
 
     def __init__(self, blocks: list[Any], programs: list[decoding.TokenStep]) -> None:
-        super().__init__(blocks, programs, [True] * sum(len(p.states) for p in programs))
+        super().__init__(blocks, programs)
         parts = itertools.chain.from_iterable(block._modules.values() for block in blocks)
         self.mixers = [part for part in parts if isinstance(part, MixerCalls)]
+        self.refused = False
 
 
-def _joined(block: Any) -> _Run | None:
-    """Return a block and those behind it in its model, if their programs run in one call."""
-    if block not in call.blocks:
-        return None
-    first, blocks, programs = decoding.decoding_of(block), [], []
-    for following in call.blocks[call.blocks.index(block) :]:
-        known = following.__dict__.get(decoding.DECODING)
-        if known is None or known.step is None or following is not block:
-            break
-        blocks.append(following)
-        programs.append(known.step)
-        block = known.following  # in the model, or what was there before
-    if first.joined is None or first.joined[:2] != (blocks, programs):
-        end = 1
-        while end < len(blocks) and programs[end].follows(programs[end - 1]):
-            end += 1
-        run = _Run(blocks[:end], programs[:end]) if end > 1 else None
-        first.joined = blocks, programs, run
-    return first.joined[2]
+@contextlib.contextmanager
+def reading_together(backbone: Any, given: dict[str, Any]) -> Iterator[None]:
+    """Let the blocks of a model around them read one token together, where nobody can tell.
+
+    Args:
+        backbone: The model.
+        given: The arguments of its call.
+    """
+    before = call.reading
+    call.reading = Reading(_runs(backbone) if _may_join(backbone, given) else {})
+    try:
+        yield
+    finally:
+        call.reading = before
+
+
+def _may_join(backbone: Any, given: dict[str, Any]) -> bool:
+    """Return whether nobody asks what each block gives, and the stock code calls them in turn."""
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        asked = given.get(name)
+        if getattr(backbone.config, name, False) if asked is None else asked:
+            return False
+    return _of_transformers(inspect.unwrap(backbone.stock_class.forward))
+
+
+def _runs(backbone: Any) -> dict[Any, BlockRun]:
+    """Return the runs of a model's blocks, each by its first one."""
+    lists = (part for part in backbone._modules.values() if isinstance(part, nn.ModuleList))
+    wanted = getattr(backbone.config, "num_hidden_layers", None)
+    blocks = [*next(lists, nn.ModuleList())._modules.values()][:wanted]
+    held = [block.__dict__.get(decoding.DECODING) for block in blocks]
+    programs = [(None, False) if one is None else (one.step, one.leads) for one in held]
+    known = decoding.decoding_of(backbone)
+    same = known.joined is not None and known.joined[:2] == (blocks, programs)
+    if same and not any(run.refused for run in known.joined[2].values()):
+        return known.joined[2]
+    groups: list[list[tuple[Any, decoding.TokenStep]]] = []
+    leads = False
+    for block, (step, leads_next) in zip(blocks, programs, strict=True):
+        if step is None or is_watched(block):
+            leads = False
+            continue
+        if leads and step.follows(groups[-1][-1][1]):
+            groups[-1].append((block, step))
+        else:
+            groups.append([(block, step)])
+        leads = leads_next
+    found = {
+        group[0][0]: BlockRun(*map(list, zip(*group, strict=True))) for group in groups if group[1:]
+    }
+    known.joined = blocks, programs, found
+    return found

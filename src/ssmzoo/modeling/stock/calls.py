@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,23 @@ from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.state_passing import StatePassing
 from ssmzoo.modeling.stock.mixer_states import HeadStates, StartingStates
+
+
+@dataclass
+class Reading:
+    """How blocks read one token.
+
+    Attributes:
+        runs: By their first one, blocks that follow one another and read it in one call of C.
+        block: The last block that read it by a program.
+        output: What that block gave; of a run, the last of its blocks.
+        ahead: How many blocks behind ``block`` have read it, too, and return what they get.
+    """
+
+    runs: Mapping[Any, Any]
+    block: Any = None
+    output: Tensor | None = None
+    ahead: int = 0
 
 
 class Call(threading.local):
@@ -29,10 +47,7 @@ class Call(threading.local):
         scans: The scans that run, with their arguments, while ``dynamics`` asks; else None.
         checked_code: Whether the code of layers is unchanged, as this call has found it; None
             outside a model's forward.
-        blocks: The model's, of which those that follow one another may read a token together;
-            none where somebody asks what each of them gave.
-        ran: The block that ran last, and its output.
-        ahead: How many blocks behind it have read their tokens already.
+        reading: How the blocks of the model around its layers read one token; None outside it.
     """
 
     def __init__(self) -> None:
@@ -44,9 +59,7 @@ class Call(threading.local):
         self.states: LayerState | HeadStates | None = None
         self.scans: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
         self.checked_code: dict[ForwardCode, bool] | None = None
-        self.blocks: Sequence[Any] = ()
-        self.ran: tuple[Any, Tensor] | None = None
-        self.ahead: int = 0
+        self.reading: Reading | None = None
 
 
 call = Call()

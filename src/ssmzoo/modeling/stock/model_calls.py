@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -26,6 +26,7 @@ from ssmzoo.modeling.compat import CACHE, cache_name, is_checkpointing, renamed_
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.sequence_parallel import require_shifted
 from ssmzoo.modeling.state_passing import CutRows
+from ssmzoo.modeling.stock.blocks import reading_together
 from ssmzoo.modeling.stock.cache import (
     CONV_STATE,
     SCAN_STATE,
@@ -126,7 +127,8 @@ class ModelCalls:
 
     def _layers(self: Any, given: dict[str, Any]) -> Any:
         """Run the stock forward; send on states that belong to another process."""
-        output = self.stock_class.forward(self, **given)  # which somebody may replace
+        with reading_together(self, given):
+            output = self.stock_class.forward(self, **given)  # which somebody may replace
         if call.passing is None:
             return output
         hidden_states = call.passing.close(output[0])
@@ -277,11 +279,10 @@ def model_body(stock: type[PreTrainedModel]) -> dict[str, Any]:
         if torch.compiler.is_compiling() or call.checked_code is not None:
             return self.read_any(given)
         call.checked_code = {}  # each layer's code is checked once a call
-        call.blocks = _blocks(self, given)
         try:
             return self.read_any(given)
         finally:
-            call.checked_code, call.blocks, call.ran, call.ahead = None, (), None, 0
+            call.checked_code = None
 
     return {
         "forward": forward,
@@ -298,19 +299,6 @@ def returns_cache(model: Any, given: Mapping[str, Any]) -> bool:
         return False
     use = given.get("use_cache")
     return bool(model.config.use_cache and not model.training if use is None else use)
-
-
-def _blocks(model: Any, given: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the blocks that a call runs; none if it asks what each of them gave."""
-    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        asked = given.get(name)
-        if getattr(model.config, name, False) if asked is None else asked:
-            return ()
-    backbone = model.recurrent_backbone
-    for part in backbone._modules.values():
-        if isinstance(part, nn.ModuleList):
-            return [*part._modules.values()][: backbone.config.num_hidden_layers]
-    return ()
 
 
 def _holds_states(cache: Any) -> bool:
