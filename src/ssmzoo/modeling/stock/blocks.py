@@ -17,7 +17,7 @@ from ssmzoo.modeling.compat import CACHE, given_cache
 from ssmzoo.modeling.joined import JoinedLayers
 from ssmzoo.modeling.module_parts import is_watched
 from ssmzoo.modeling.stock import steps
-from ssmzoo.modeling.stock.calls import Reading, call, mixers_with
+from ssmzoo.modeling.stock.calls import BlockReading, call, mixers_with
 from ssmzoo.modeling.stock.mixers import MixerCalls, cached_states, steps_states
 from ssmzoo.modeling.stock.norms import normalised
 
@@ -116,7 +116,7 @@ class BlockCalls:
 
 def _token(block: Any, x: Tensor, cache: Any, own: Callable[[], Tensor]) -> Tensor:
     """Return a block's output for a token ``[B, 1, D]``."""
-    reading = call.reading or Reading({})
+    reading = call.reading or BlockReading({})
     before = reading.block if reading.output is x else None
     if before is not None and reading.ahead:
         reading.ahead -= 1
@@ -186,7 +186,7 @@ def reading_together(backbone: Any, given: dict[str, Any]) -> Iterator[None]:
         given: The arguments of its call.
     """
     before = call.reading
-    call.reading = Reading(_runs(backbone) if _may_join(backbone, given) else {})
+    call.reading = BlockReading(_runs(backbone) if _may_join(backbone, given) else {})
     try:
         yield
     finally:

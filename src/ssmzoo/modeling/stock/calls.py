@@ -18,7 +18,7 @@ from ssmzoo.modeling.stock.mixer_states import HeadStates, StartingStates
 
 
 @dataclass
-class Reading:
+class BlockReading:
     """How blocks read one token.
 
     Attributes:
@@ -59,7 +59,7 @@ class Call(threading.local):
         self.states: LayerState | HeadStates | None = None
         self.scans: list[tuple[Callable[..., Any], dict[str, Any]]] | None = None
         self.checked_code: dict[ForwardCode, bool] | None = None
-        self.reading: Reading | None = None
+        self.reading: BlockReading | None = None
 
 
 call = Call()
