@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,7 +145,8 @@ def _token(block: Any, x: Tensor, cache: Any, own: Callable[[], Tensor]) -> Tens
 
 def _served_parts(block: Any) -> tuple[Any, Any]:
     """Return the mixer and a norm of a block whose parts all have programs, or none yet."""
-    mixer = norm = None
+    mixer: Any = None
+    norm: Any = None
     for part in block._modules.values():
         if isinstance(part, MixerCalls):
             mixer = part
@@ -177,9 +177,8 @@ class BlockRun(JoinedLayers):
         self.refused = False
 
 
-@contextlib.contextmanager
-def reading_together(backbone: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Let the blocks of a model around them read one token together, where nobody can tell.
+def read_together(backbone: Any, given: dict[str, Any]) -> Any:
+    """Run the stock forward of the model around blocks, which read one token together if they may.
 
     Args:
         backbone: The model.
@@ -188,7 +187,7 @@ def reading_together(backbone: Any, given: dict[str, Any]) -> Iterator[None]:
     before = call.reading
     call.reading = BlockReading(_runs(backbone) if _may_join(backbone, given) else {})
     try:
-        yield
+        return backbone.stock_class.forward(backbone, **given)
     finally:
         call.reading = before
 
@@ -210,9 +209,9 @@ def _runs(backbone: Any) -> dict[Any, BlockRun]:
     held = [block.__dict__.get(decoding.DECODING) for block in blocks]
     programs = [(None, False) if one is None else (one.step, one.leads) for one in held]
     known = decoding.decoding_of(backbone)
-    same = known.joined is not None and known.joined[:2] == (blocks, programs)
-    if same and not any(run.refused for run in known.joined[2].values()):
-        return known.joined[2]
+    *kept, runs = known.joined or (None, None, {})
+    if kept == [blocks, programs] and not any(run.refused for run in runs.values()):
+        return runs
     groups: list[list[tuple[Any, decoding.TokenStep]]] = []
     leads = False
     for block, (step, leads_next) in zip(blocks, programs, strict=True):

@@ -26,7 +26,7 @@ from ssmzoo.modeling.compat import CACHE, cache_name, is_checkpointing, renamed_
 from ssmzoo.modeling.packing import Sequences
 from ssmzoo.modeling.sequence_parallel import require_shifted
 from ssmzoo.modeling.state_passing import CutRows
-from ssmzoo.modeling.stock.blocks import reading_together
+from ssmzoo.modeling.stock.blocks import read_together
 from ssmzoo.modeling.stock.cache import (
     CONV_STATE,
     SCAN_STATE,
@@ -127,8 +127,10 @@ class ModelCalls:
 
     def _layers(self: Any, given: dict[str, Any]) -> Any:
         """Run the stock forward; send on states that belong to another process."""
-        with reading_together(self, given):
+        if torch.compiler.is_compiling():
             output = self.stock_class.forward(self, **given)  # which somebody may replace
+        else:
+            output = read_together(self, given)
         if call.passing is None:
             return output
         hidden_states = call.passing.close(output[0])

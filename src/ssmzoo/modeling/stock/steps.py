@@ -67,8 +67,8 @@ def block(program: Program, parts: ModuleParts, x: Value, states: Sequence[State
 def joined_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
     """The MLP of Granite, whose ``gate`` and ``up`` are one layer."""
     parts.layer("activation", nn.SiLU, type(ACT2FN["silu"]))
-    both = parts.linear(program, x, "input_linear")
-    return parts.linear(program, program.gated(*both.chunk(2)), "output_linear")
+    gate, up = parts.linear(program, x, "input_linear").chunk(2)
+    return parts.linear(program, program.gated(gate, up), "output_linear")
 
 
 def mamba(program: Program, parts: ModuleParts, x: Value, states: Sequence[State]) -> Value:
