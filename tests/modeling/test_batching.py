@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 
@@ -421,28 +422,37 @@ def test_a_manager_is_kept_and_begins_again(model):
     model.destroy_cached_continuous_batching_manager()
 
 
+def live_tensors():
+    gc.collect()
+    return sum(isinstance(kept, torch.Tensor) for kept in gc.get_objects())
+
+
 def test_many_requests_with_cancels_and_errors_leave_nothing_behind(model):
     generator = torch.Generator().manual_seed(0)
     draw = lambda high: int(torch.randint(high, (), generator=generator))  # noqa: E731
-    config = ContinuousBatchingConfig(max_requests_per_batch=16)
+    config = ContinuousBatchingConfig(max_requests_per_batch=16, allow_block_sharing=False)
+    left = []
     with model.continuous_batching_context_manager(
         generation_config=GREEDY, continuous_batching_config=config
     ) as manager:
-        wanted = set()
-        for n in range(300):
-            name, kind = f"{n}", draw(10)
-            prompt = [] if kind == 0 else [3 + draw(90) for _ in range(1 + draw(40))]
-            manager.add_request(prompt, request_id=name, max_new_tokens=1 + draw(20))
-            if kind == 1:
-                manager.cancel_request(name)
-            else:
-                wanted.add(name)
-        answers = results(manager, wanted)
-        assert sum(a.error is not None for a in answers.values()) > 10
-        processor = manager.batch_processor
-        assert processor._rows.cache is None
-        assert not processor.has_pending_requests()
-        assert not processor._samplers
+        for half in (range(500), range(500, 1000)):
+            wanted = set()
+            for n in half:
+                name, kind = f"{n}", draw(10)
+                prompt = [] if kind == 0 else [3 + draw(90) for _ in range(1 + draw(40))]
+                manager.add_request(prompt, request_id=name, max_new_tokens=1 + draw(20))
+                if kind == 1:
+                    manager.cancel_request(name)
+                else:
+                    wanted.add(name)
+            answers = results(manager, wanted)
+            assert sum(a.error is not None for a in answers.values()) > 10
+            processor = manager.batch_processor
+            assert processor._rows.cache is None
+            assert not processor.has_pending_requests()
+            assert not processor._samplers
+            left.append(live_tensors())
+    assert left[1] <= left[0]
 
 
 def test_prefixes_keep_what_was_used_last(model):
