@@ -3,9 +3,9 @@
 Usage: python eval/programs/pages.py
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``: ``speed`` from
-``kernels/benchmarks/results/cpu.csv``, ``papers`` (all rows of the papers) from
-``eval/papers.yaml`` and ``eval/results``, ``zoo`` from the ledger of the sweep of that name,
-``eval/results/sweep.csv``. A test holds the pages to it.
+``kernels/benchmarks/results/cpu.csv``, ``speed-avx2`` from ``cpu-avx2.csv`` beside it, ``papers``
+(all rows of the papers) from ``eval/papers.yaml`` and ``eval/results``, ``zoo`` from the ledger of
+the sweep of that name, ``eval/results/sweep.csv``. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def rendered(page: Path) -> str:
         name = match[2]
         if name == "speed":
             text = speed(cpu_rows())
+        elif name == "speed-avx2":
+            text = speed(cpu_rows("cpu-avx2.csv"))
         elif name == "papers":
             text = all_tables(papers(), results())
         else:
@@ -95,9 +97,9 @@ def zoo() -> tuple[Sweep, list[Line]]:
     return sweep, searched_lines(sweep, ROOT / "eval/results/sweep.csv")
 
 
-def cpu_rows() -> list[dict[str, str]]:
-    """Return the rows of the committed benchmark of CPUs."""
-    path = ROOT / "kernels/benchmarks/results/cpu.csv"
+def cpu_rows(name: str = "cpu.csv") -> list[dict[str, str]]:
+    """Return the rows of a committed benchmark of CPUs."""
+    path = ROOT / "kernels/benchmarks/results" / name
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -245,7 +247,9 @@ def speed(rows: Iterable[Mapping[str, str]]) -> str:
             timed.setdefault(row["variant"], {})[row["pass"]] = row
     lines, shown = [], []
     for title, passes, heads in _TABLES:
-        memory = title == "training"
+        memory = title == "training" and any(
+            row.get("peak_mib") for found in timed.values() for row in found.values()
+        )
         columns = [title, *heads, *(["memory at 2048, MiB"] if memory else [])]
         lines += [_line(columns), _line(["---"] * len(columns))]
         for variant, found in timed.items():
