@@ -53,10 +53,8 @@ def main() -> int:
         ssmzoo.accelerate(stock)
         for rows in ROWS:
             threads, length = torch.get_num_threads(), rows * (PROMPT + NEW)
-            theirs, asked = (
-                Llama(given.python, weights, "F32", threads, length, rows),
-                prompts[:rows],
-            )
+            theirs = Llama(given.python, weights, "F32", threads, length, rows)
+            asked = prompts[:rows]
             taken: dict[str, list[float]] = {"llama.cpp": [], "ours": [], "accelerated": []}
             for _ in range(ROUNDS):
                 taken["llama.cpp"].append(by_llama(theirs, asked))

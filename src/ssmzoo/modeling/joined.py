@@ -156,22 +156,44 @@ def joined_blocks(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedB
     steps = [None if (d := layer.__dict__.get(DECODING)) is None else d.step for layer in layers]
     if known.joined is not None and known.joined[:2] == (layers, steps):
         return known.joined[2]
-    ends: dict[int, int] = {}  # of runs, by the place of their first layer
-    first = -1
-    for index, (step, layer) in enumerate(zip(steps, layers, strict=True)):
-        if step is None or not (states[index].initial and layer.runs_its_own_code()):
-            continue
-        # not so if something wraps the mixer
-        if layer.training or not getattr(layer.mixer, "writes_tokens", False):
-            continue
-        if ends.get(first) != index or not step.follows(cast(TokenStep, steps[index - 1])):
-            first = index
-        ends[first] = index + 1
+    wanted = [
+        step if step is not None and _may_join(layer, state) else None
+        for step, layer, state in zip(steps, layers, states, strict=True)
+    ]
     joined = {}
-    for first, end in ends.items():
+    for first, end in runs_of(wanted, [True] * len(wanted)):
         names = [sorted(state.initial) for state in states[first:end]]
         joined[first] = JoinedBlocks(
             layers[first:end], cast(list[TokenStep], steps[first:end]), names
         )
     known.joined = layers, steps, joined
     return joined
+
+
+def _may_join(block: Any, state: LayerState) -> bool:
+    return (
+        bool(state.initial)
+        and block.runs_its_own_code()
+        and not block.training
+        and getattr(block.mixer, "writes_tokens", False)  # not so if something wraps the mixer
+    )
+
+
+def runs_of(steps: Sequence[TokenStep | None], leads: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return where programs follow one another: the first place, and the one behind the last.
+
+    Args:
+        steps: Those of layers in turn; None: the layer is called by itself.
+        leads: Whether the next layer reads what each one gives.
+    """
+    runs: list[tuple[int, int]] = []
+    for place, step in enumerate(steps):
+        if step is None:
+            continue
+        first, end = runs[-1] if runs else (0, -1)
+        before = steps[place - 1]
+        if end == place and leads[place - 1] and before is not None and step.follows(before):
+            runs[-1] = first, place + 1
+        else:
+            runs.append((place, place + 1))
+    return runs

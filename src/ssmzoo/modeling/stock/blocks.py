@@ -6,14 +6,14 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ssmzoo.modeling import decoding
 from ssmzoo.modeling.compat import CACHE, given_cache
-from ssmzoo.modeling.joined import JoinedLayers
+from ssmzoo.modeling.joined import JoinedLayers, runs_of
 from ssmzoo.modeling.module_parts import is_watched
 from ssmzoo.modeling.stock import steps
 from ssmzoo.modeling.stock.calls import BlockReading, call, mixers_with
@@ -212,19 +212,14 @@ def _runs(backbone: Any) -> dict[Any, BlockRun]:
     *kept, runs = known.joined or (None, None, {})
     if kept == [blocks, programs] and not any(run.refused for run in runs.values()):
         return runs
-    groups: list[list[tuple[Any, decoding.TokenStep]]] = []
-    leads = False
-    for block, (step, leads_next) in zip(blocks, programs, strict=True):
-        if step is None or is_watched(block):
-            leads = False
-            continue
-        if leads and step.follows(groups[-1][-1][1]):
-            groups[-1].append((block, step))
-        else:
-            groups.append([(block, step)])
-        leads = leads_next
-    found = {
-        group[0][0]: BlockRun(*map(list, zip(*group, strict=True))) for group in groups if group[1:]
-    }
+    wanted = [
+        None if is_watched(block) else step
+        for block, (step, _) in zip(blocks, programs, strict=True)
+    ]
+    found = {}
+    for first, end in runs_of(wanted, [leads for _, leads in programs]):
+        if end > first + 1:
+            served = cast(list[decoding.TokenStep], wanted[first:end])
+            found[blocks[first]] = BlockRun(blocks[first:end], served)
     known.joined = blocks, programs, found
     return found
