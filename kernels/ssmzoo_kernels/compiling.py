@@ -24,6 +24,7 @@ _ROOT = Path(__file__).parent
 HEADERS = (
     *(_ROOT / f"{name}.h" for name in ("vector", "linear", "matrices", "diagonal", "companion")),
     _ROOT / "scan" / "scan.h",
+    *(_ROOT / "token_step" / f"{name}.h" for name in ("instructions", "recurrences", "attention")),
 )
 # none of these lets the compiler assume finite numbers or reorder sums; arrays as long as a caller
 # says fit no thread's stack

@@ -152,7 +152,7 @@ class DSSMixer(SSMMixer):
         y = program.diagonal(x, decay, readout, parts.weight(self, "D"), state)
         if "position" in states:
             program.count(states["position"].number, 1)
-        y = parts.linear(program, program.gelu(y), "out_proj")
+        y = parts.linear(program, program.map(y, "gelu"), "out_proj")
         if self.config.block == "linear":
             return y
         value, gate = y.chunk(2)

@@ -22,6 +22,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
@@ -30,7 +31,10 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
     attend,
+    recurrent,
     right_aligned,
     rotary_turns,
     rotated,
@@ -38,6 +42,7 @@ from ssmzoo.modeling import (
     token_positions,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde, vandermonde_state
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_h3 import H3Config
 
@@ -87,6 +92,24 @@ class H3Mixer(SSMMixer):
         mixed = (self._attend if self.attends else self._filter)(q, k, v, state, packing)
         return self.out_proj(mixed.to(hidden_states.dtype))
 
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of layers without attention."""
+        if self.attends:
+            raise UnservedError
+        q, k, v = (parts.linear(program, x, name) for name in ("q_proj", "k_proj", "v_proj"))
+        taps, *tables = parts.derived(self._decode_tables)
+        shift = states["shift"]
+        layout = {"silu": False, "channels_last": True}
+        past = (shift.number, shift.like.shape[1], shift.like.dtype)
+        k = program.causal_conv1d(k, taps.T.contiguous(), None, *past, **layout)
+        decay, readout = (torch.view_as_real(table).contiguous() for table in tables)
+        D, state = parts.weight(self, "D"), recurrent(program, states["ssm"])
+        return parts.linear(
+            program, program.products(q, k, v, decay, readout, D, state), "out_proj"
+        )
+
     def taps(self) -> Tensor:
         """Return the filter of the keys, ``[D, N]``: ``C shift^l B``, with D in its first tap."""
         late, _ = fft_conv(self.shift_C.flip(1).T[None], self.shift_B)  # backwards, [1, N, D]
@@ -124,7 +147,7 @@ class H3Mixer(SSMMixer):
         goes_on = len(state.initial) > 0 and packing is None and not torch.is_grad_enabled()
         one = goes_on and k.shape[1] == 1
         if one:
-            taps, *tables = self._table.get(self, None, self._tables)
+            taps, *tables = self._decode_tables()
             past = state.initial["shift"]
             last = torch.cat([past[:, 1:], k], dim=1)
             k = (past * taps[:-1]).sum(1, keepdim=True) + taps[-1] * k
@@ -175,6 +198,9 @@ class H3Mixer(SSMMixer):
         y, new = diagonal_step(per_head, z.flatten(0, 1), decay, None, readout, self.D)
         state.put("ssm", torch.view_as_real(new.view(z.shape)))
         return y.view(u.shape[0], 1, u.shape[1])
+
+    def _decode_tables(self) -> list[Tensor]:
+        return self._table.get(self, None, self._tables)
 
     def _tables(self) -> list[Tensor]:
         """Return the factors of a step: taps [N, D], the first one last, decay and read-out."""

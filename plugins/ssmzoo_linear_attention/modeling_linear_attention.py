@@ -222,24 +222,29 @@ class LinearAttentionMixer(SSMMixer):
     def write_token(
         self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
     ) -> Value:
-        """Write one token of :meth:`forward`: Mamba2's step, or the delta rule's."""
+        """Write one token of :meth:`forward`: Mamba2's step, the delta rule's, or a plain sum's."""
         config, ssd = self.config, self.config.beta == "dt"
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
-        served = (ssd and config.feature_map == "silu") or delta
-        served = served and config.out_norm != "head_layer" and not config.qk_norm
-        if not served or self.conv1d is None or self.out_norm is None or config.rotary:
+        plain = not config.delta_rule and config.feature_map == "identity" and not config.skip
+        plain = plain and config.beta == "none" and (config.decay == "none" or not softplus)
+        served = (plain or self.conv1d is not None) and (plain or not config.rotary)
+        served = served and ((ssd and config.feature_map == "silu") or delta or plain)
+        if not served or config.out_norm == "head_layer" or config.qk_norm or not self.out_norm:
             raise UnservedError
         mixed, decay, beta, gate = parts.linear(program, x, "in_proj").split(*self.splits)
-        conv = parts.within("conv1d", CausalConv1d)
-        mixed = conv.root.write_token(program, conv, mixed, states["conv"])
+        if self.conv1d is not None:
+            conv = parts.within("conv1d", CausalConv1d)
+            mixed = conv.root.write_token(program, conv, mixed, states["conv"])
         q, k, v = mixed.split(*self.widths)
         if self.decay_proj is not None:
             decay = parts.linear(program, decay, "decay_proj")
         names = ("A_log", "dt_bias", "D")
         A_log, dt_bias, D = (parts.weight(self, name, optional=True) for name in names)
         rest = (config.key_heads, recurrent(program, states["ssm"]))
-        if ssd:
+        if plain:
+            y = self._write_sum(program, (q, k, v), decay, dt_bias, states)
+        elif ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
             count, y = config.num_writes, v  # y is the last write's
@@ -258,6 +263,34 @@ class LinearAttentionMixer(SSMMixer):
             gating = {"gate": gate, "gating": f"{config.out_gate} {when}"}
         y = parts.norm(program, y, "out_norm", group=self.out_norm.group, **gating)
         return parts.linear(program, y, "out_proj")
+
+    def _write_sum(
+        self,
+        program: Program,
+        heads: tuple[Value, Value, Value],
+        decay: Value,
+        dt_bias: Tensor | None,
+        states: Mapping[str, State],
+    ) -> Value:
+        """Write linear attention as it is in GLA and RetNet, from queries, keys and values."""
+        config, (q, k, v) = self.config, heads
+        if config.rotary:
+            seen = states["position"].number
+            q, k = (program.rotate(y, config.head_k_dim, 10_000.0, seen) for y in (q, k))
+            program.count(seen, 1)
+        shrink: Value | Tensor | None = None
+        if config.decay == "fixed":
+            shrink = fixed_decays(config.num_heads).exp().to(program.dtype)
+        elif config.gate_logit_normalizer is not None:
+            # logsigmoid(x) = -softplus(-x)
+            away = program.map(program.map(decay, bias=dt_bias), "softplus", factor=-1.0)
+            shrink = program.map(away, "exp", factor=-1 / config.gate_logit_normalizer)
+        return program.linear_attention(
+            *(q, k, v, shrink, recurrent(program, states["ssm"])),
+            heads=config.num_heads,
+            groups=config.key_heads,
+            scale=config.head_k_dim**-0.5,
+        )
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return the poles of decays that are fixed, or the mean decay of those that are not.
@@ -302,8 +335,8 @@ class LinearAttentionMixer(SSMMixer):
         config, log_decay, step = self.config, None, None
         exact = torch.promote_types(torch.float32, beta.dtype)
         if config.decay == "fixed":
-            powers = torch.arange(5, 5 + config.num_heads, device=beta.device, dtype=torch.float64)
-            log_decay = torch.log1p(-torch.exp2(-powers)).to(exact).expand(*beta.shape[:2], -1)
+            log_decay = fixed_decays(config.num_heads, beta.device).to(exact)
+            log_decay = log_decay.expand(*beta.shape[:2], -1)
         elif config.decay != "none":
             decay = decay if self.decay_proj is None else self.decay_proj(decay)
             bias = 0.0 if self.dt_bias is None else self.dt_bias.to(exact)
@@ -345,6 +378,12 @@ class LinearAttentionMixer(SSMMixer):
             place = token_positions(x, seen, packing)
             state.shared["turns"] = rotary_turns(place, self.config.head_k_dim, exact)
         return state.shared["turns"]
+
+
+def fixed_decays(heads: int, device: torch.device | None = None) -> Tensor:
+    """Return ``log(1 - 2^(-5 - h))`` of each head, in float64."""
+    powers = torch.arange(5, 5 + heads, device=device, dtype=torch.float64)
+    return torch.log1p(-torch.exp2(-powers))
 
 
 def _capped(x: Tensor) -> Tensor:

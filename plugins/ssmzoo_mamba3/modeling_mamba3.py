@@ -25,6 +25,7 @@ from ssmzoo.modeling import (
     GroupRMSNorm,
     LayerState,
     Linear,
+    ModuleParts,
     RMSNorm,
     Sequences,
     SSMForCausalLM,
@@ -32,11 +33,14 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
     inverse_softplus,
+    recurrent,
     split_heads,
     token_before,
 )
 from ssmzoo_kernels import gated_linear_attention, linear_scan
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_mamba3 import Mamba3Config
 
@@ -106,6 +110,44 @@ class Mamba3Mixer(SSMMixer):
         y = (y + own.unsqueeze(-1) * v).flatten(2).to(x.dtype)
         y = y if self.norm is None else self.norm(y)
         return self.out_proj(y * F.silu(z))
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`."""
+        config, heads, groups = self.config, self.config.num_heads, self.config.n_groups
+        z, v, B, C, dt, rate, m, angle = parts.linear(program, x, "in_proj").split(*self.splits)
+        dt = program.map(dt, "softplus", bias=parts.weight(self, "dt_bias"))
+        rate = program.map(rate, config.rate, least=config.rate_floor)
+        decay = program.map(program.gated(rate, dt, by="itself"), "exp", factor=-1.0)
+        now = program.gated(program.map(m, "sigmoid"), dt, by="itself")
+        turns = program.angles(angle, dt, recurrent(program, states["angle"]))
+        k, q = (
+            program.turn(
+                parts.norm(program, y, name + "_norm", group=config.d_state),
+                parts.weight(self, name + "_bias"),
+                turns,
+                groups,
+            )
+            for y, name in ((B, "B"), (C, "C"))
+        )
+        last = recurrent(program, states["last"])
+        columns, values = k.width + v.width + heads, k.width + v.width
+        k_late, v_late, left = (
+            program.delay(y, last, columns, first)
+            for y, first in ((k, 0), (v, k.width), (now, values))
+        )
+        written = program.add(left, program.add(dt, program.map(now, factor=-1.0)))
+        written = program.gated(decay, written, by="itself")
+        v_late = program.gated(written, v_late, by="itself")
+        ssm = recurrent(program, states["ssm"])
+        y = program.linear_attention(q, k_late, v_late, decay, ssm, heads=heads)
+        own = program.gated(now, program.dots(q, k, heads), by="itself")
+        own = program.map(own, bias=parts.weight(self, "D"))
+        y = program.add(y, program.gated(own, v, by="itself"))
+        if self.norm is not None:
+            y = parts.norm(program, y, "norm", group=self.norm.group)
+        return parts.linear(program, program.gated(z, y), "out_proj")
 
     def _rate(self, x: Tensor) -> Tensor:
         if self.config.rate == "softplus":

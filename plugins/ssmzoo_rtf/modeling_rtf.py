@@ -150,11 +150,11 @@ class RTFMixer(FilterBank):
             y = program.gated(x0, y, by="itself")
             if self.filter_norm is not None:
                 y = parts.norm(program, y, "filter_norm")
-                y = program.gelu(parts.linear(program, y, "down_proj"))
+                y = program.map(parts.linear(program, y, "down_proj"), "gelu")
             return parts.linear(program, y, "out_proj")
         if self.block == "filter":
             return y
-        value, gate = parts.linear(program, program.gelu(y), "out_proj").chunk(2)
+        value, gate = parts.linear(program, program.map(y, "gelu"), "out_proj").chunk(2)
         return program.gated(gate, value, by="sigmoid")
 
     def filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:

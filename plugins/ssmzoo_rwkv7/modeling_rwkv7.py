@@ -21,16 +21,20 @@ from ssmzoo.modeling import (
     LayerNorm,
     LayerState,
     Linear,
+    ModuleParts,
     Sequences,
     SSMForCausalLM,
     SSMForSequenceClassification,
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    recurrent,
     split_heads,
     token_before,
 )
 from ssmzoo_kernels import generalized_delta_rule
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_rwkv7 import RWKV7Config
 
@@ -59,6 +63,7 @@ class RWKV7Mixer(SSMMixer):
 
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_OWN, "ssm")
     reads_residual: ClassVar[bool] = True
+    hands_on: ClassVar[tuple[str, ...]] = ("first_values",)
     config: RWKV7Config
 
     def __init__(self, config: RWKV7Config, layer_idx: int) -> None:
@@ -133,6 +138,71 @@ class RWKV7Mixer(SSMMixer):
         exact = torch.promote_types(torch.float32, x.dtype)
         mixed = torch.lerp(x.to(exact), before, self.channel_shift.to(exact)).to(x.dtype)
         return self.down_proj(F.relu(self.up_proj(mixed)).square())
+
+    def write_token(
+        self,
+        program: Program,
+        parts: ModuleParts,
+        x: Value,
+        states: Mapping[str, State],
+        *,
+        residual: Value,
+    ) -> Value:
+        """Write one token of :meth:`forward`."""
+        y = self._write_time(program, parts, x, states)
+        x = parts.layer_norm(program, program.add(residual, y), "channel_norm")
+        before = program.delay(x, recurrent(program, states["channel_shift"]))
+        mixed = program.blend(x, before, parts.weight(self, "channel_shift"))
+        wide = program.map(parts.linear(program, mixed, "up_proj"), "squared_relu")
+        return program.add(y, parts.linear(program, wide, "down_proj"))
+
+    def _write_time(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write :meth:`mix_time`."""
+
+        def own(name: str) -> Tensor:
+            return parts.weight(self, name)
+
+        def low_rank(x: Value, name: str, function: str = "itself") -> Value:
+            inner = parts.linear(program, x, name + ".down")
+            inner = inner if function == "itself" else program.map(inner, function)
+            return parts.linear(program, inner, name + ".up")
+
+        before = program.delay(x, recurrent(program, states["time_shift"]))
+        xr, xw, xk, xv, xa, xg = program.blend(x, before, own("time_shift")).chunk(6)
+        r, k, v = (
+            parts.linear(program, y, name)
+            for y, name in ((xr, "r_proj"), (xk, "k_proj"), (xv, "v_proj"))
+        )
+        decay = program.map(low_rank(xw, "decay", "tanh"), "sigmoid", bias=own("decay_bias"))
+        decay = program.map(decay, "exp", factor=-math.exp(-0.5))
+        rate = program.map(low_rank(xa, "rate"), "sigmoid", bias=own("rate_bias"))
+        first = states.get("first_values")  # None: this layer is not the model's first, but its own
+        if self.value is None and first is not None:
+            program.output(v, first.number, program.dtype)
+        elif first is not None:
+            mixture = program.map(low_rank(xv, "value"), "sigmoid", bias=own("value_bias"))
+            v = program.blend(v, program.input(first.number, program.dtype, v.width), mixture)
+        removal = program.map(k, weight=own("removal_scale"))
+        shrink = torch.full((self.size,), self.size**-0.5, dtype=program.dtype)
+        removal = program.rms_norm(removal, shrink, 1e-24 / self.size, group=self.size)
+        k = program.blend(k, program.gated(rate, k, by="itself"), own("rate_scale"))
+        y = program.linear_attention(
+            r,
+            k,
+            v,
+            decay,
+            recurrent(program, states["delta_rule"]),
+            heads=self.heads,
+            erase=(program.map(removal, factor=-1.0), program.gated(rate, removal, by="itself")),
+        )
+        eps = self.size * self.config.rms_norm_eps
+        y = program.layer_norm(y, own("norm_weight"), own("norm_bias"), eps, group=self.size)
+        bonus = program.dots(r, program.map(k, weight=own("bonus")), self.heads)
+        y = program.add(y, program.gated(bonus, v, by="itself"))
+        gate = low_rank(xg, "gate", "sigmoid")
+        return parts.linear(program, program.gated(gate, y, by="itself"), "out_proj")
 
 
 class RWKV7PreTrainedModel(SSMPreTrainedModel):

@@ -20,6 +20,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
@@ -29,10 +30,14 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
     hippo_legs,
+    recurrent,
     right_aligned,
 )
 from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_s4 import S4Config
 from .dplr import System
@@ -79,6 +84,25 @@ class S4Mixer(SSMMixer):
             return y.to(hidden_states.dtype)
         y = self.out_proj(self.dropout(F.gelu(y).to(hidden_states.dtype), packing))
         return F.glu(y, dim=-1) if self.config.block == "glu" else y
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`."""
+        tables = [_pairs(table) for table in parts.derived(self._decode_tables)[:-1]]
+        decay, drive, feedback, probe, readout = tables
+        D, state = parts.weight(self, "D"), recurrent(program, states["ssm"])
+        more = {"drive": drive, "feedback": (probe, feedback)}
+        y = program.diagonal(x, decay, readout[None], D, state, **more)
+        if self.config.block == "filter":
+            return y
+        if parts.setting(parts.layer("dropout"), "training"):
+            raise UnservedError
+        y = parts.linear(program, program.map(y, "gelu"), "out_proj")
+        if self.config.block != "glu":
+            return y
+        value, gate = y.chunk(2)
+        return program.gated(gate, value, by="sigmoid")
 
     def system(self) -> System:
         """Return the discretised state space of every row of C."""
@@ -149,13 +173,15 @@ class S4Mixer(SSMMixer):
 
     def _step(self, u: Tensor, state: LayerState) -> Tensor:
         """Advance by one token ``[B, H]`` without gradients; ``[B, 1, H]``."""
-        tables = self._table.get(self, None, self._tables)
-        decay, drive, feedback, probe, readout, echo = tables
+        decay, drive, feedback, probe, readout, echo = self._decode_tables()
         x = torch.view_as_complex(state.initial["ssm"])
         w = (probe * x).real.sum(-1)
         y, x = diagonal_step(u, x, decay, drive, readout, self.D)
         state.put("ssm", torch.view_as_real(x - feedback * w[..., None]))
         return (y - echo * w)[:, None]
+
+    def _decode_tables(self) -> list[Tensor]:
+        return self._table.get(self, None, self._tables)
 
     def _tables(self) -> list[Tensor]:
         """Return the factors of a step: decay, the rest of the system, and echo's tap 0, [H]."""
@@ -163,6 +189,10 @@ class S4Mixer(SSMMixer):
         exact = torch.promote_types(torch.complex64, self.C.dtype)
         decay, drive, feedback, probe, readout = (x.to(exact) for x in (exponent.exp(), *rest))
         return [decay, drive, feedback, probe, readout, (readout * feedback).real.sum(-1)]
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()).contiguous()
 
 
 class S4PreTrainedModel(SSMPreTrainedModel):

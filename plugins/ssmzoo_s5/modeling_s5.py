@@ -21,6 +21,7 @@ from ssmzoo.modeling import (
     Dynamics,
     LayerState,
     Linear,
+    ModuleParts,
     Sequences,
     SSMForCausalLM,
     SSMForImageClassification,
@@ -30,11 +31,15 @@ from ssmzoo.modeling import (
     SSMMixer,
     SSMModel,
     SSMPreTrainedModel,
+    State,
+    UnservedError,
     flip,
     flip_steps,
     hippo_legs,
+    recurrent,
 )
 from ssmzoo_kernels import linear_scan
+from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_s5 import S5Config
 
@@ -89,6 +94,33 @@ class S5Mixer(SSMMixer):
         if kind == "full_glu":
             return F.glu(gate, dim=-1)
         return (x if kind == "half_glu1" else y.to(dtype)) * torch.sigmoid(gate)
+
+    def write_token(
+        self, program: Program, parts: ModuleParts, x: Value, states: Mapping[str, State]
+    ) -> Value:
+        """Write one token of :meth:`forward`, of regular time steps."""
+        kind = self.config.activation
+        if self.config.irregular_steps:
+            raise UnservedError
+        pole, read_in, readout = parts.derived(self._decode_tables)
+        drive, pole = program.linear(x, read_in), torch.view_as_real(pole).contiguous()
+        states_now = program.poles(drive, pole, recurrent(program, states["ssm"]))
+        skipped = program.map(x, weight=parts.weight(self, "D"))
+        y = program.add(program.linear(states_now, readout), skipped)
+        x = program.map(y, "gelu_tanh")
+        if kind == "gelu":
+            return x
+        if parts.setting(parts.layer("dropout"), "training"):
+            raise UnservedError
+        gate = parts.linear(program, x, "out_proj")
+        if kind == "full_glu":
+            value, gate = gate.chunk(2)
+        else:
+            value = x if kind == "half_glu1" else y
+        return program.gated(gate, value, by="sigmoid")
+
+    def _decode_tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._derived.get(self, None, self._matrices)
 
     def poles(self) -> tuple[Tensor, Tensor]:
         """Return logarithms of the stored poles of a step, and the gains of the inputs, [N]."""

@@ -105,7 +105,7 @@ class SpaceTimeMixer(SSMMixer):
         ring, position = recurrent(program, states["ring"]), states["position"].number
         y = program.companion(x, a.T, b.T, gain, ring, position)
         program.count(position, -1)
-        mixed = parts.linear(program, program.gelu(y), "out_proj")
+        mixed = parts.linear(program, program.map(y, "gelu"), "out_proj")
         if self.config.block == "mlp":
             return program.add(mixed, y)
         value, gate = mixed.chunk(2)

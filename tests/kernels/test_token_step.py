@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.tokens import both, close, random, run, some_rows
 from torch import Tensor
 
-from ssmzoo_kernels import feedback_scan, longhorn_scan, native, use_backend
+from ssmzoo_kernels import native, use_backend
 from ssmzoo_kernels.dispatch import last_backend
 from ssmzoo_kernels.token_step import Program, Value
 
-Write = Callable[[Program, Value], Value]
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-some_rows = pytest.mark.parametrize("rows", [1, 5])
 of_16_bits = pytest.mark.parametrize(
     ("dtype", "kind"),
     [
@@ -27,31 +25,6 @@ of_16_bits = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return what float32 holds exactly, so that an oracle in float64 reads the same numbers."""
-    return torch.randn(*shape).to(dtype)
-
-
-def run(write: Write, x: Tensor, states: Sequence[Tensor] = (), width: int = 0) -> Tensor:
-    """Run a program of one input and one output; states have the numbers 2 and up."""
-    program = Program(torch.promote_types(x.dtype, torch.float32))
-    y = write(program, program.input(0, x.dtype, x.shape[-1]))
-    program.output(y, 1, x.dtype)
-    out = x.new_empty(len(x), width or y.width)
-    program.run(len(x), (x, out, *states))
-    return out
-
-
-def close(y: Tensor, exact: Tensor, terms: int = 1) -> None:
-    """Compare with float64: so many roundings of the greatest number, and 16 of functions."""
-    allowed = (terms + 16) * torch.finfo(y.dtype).eps * exact.abs().max()
-    assert (y.double() - exact).abs().max() <= allowed
-
-
-def soft(x: Tensor) -> Tensor:
-    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
 
 @of_16_bits
@@ -75,8 +48,8 @@ def test_scaled(dtype: torch.dtype, kind: torch.dtype, rows: int, width: int, st
     x = random(rows, width, dtype=dtype)
     exact = 0.75 * x.double()[:, ::step]
     weight = random(exact.shape[1]).to(kind)
-    close(run(lambda p, v: p.scaled(v, 0.75, step=step), x), exact)
-    y = run(lambda p, v: p.scaled(v, 0.75, weight, step=step), x)
+    close(run(lambda p, v: p.map(v, factor=0.75, step=step), x), exact)
+    y = run(lambda p, v: p.map(v, factor=0.75, weight=weight, step=step), x)
     close(y, exact * weight.double())
 
 
@@ -215,319 +188,95 @@ def test_causal_conv1d_with_channels_last(
     assert state.double().equal(seen[:, 1:])
 
 
-@both
-@some_rows
-def test_add_and_gelu(dtype: torch.dtype, rows: int) -> None:
-    x = random(rows, 2 * 37, dtype=dtype)
-    first, second = x.double().chunk(2, dim=1)
-    close(run(lambda p, v: p.add(*v.split(37, 37)), x), first + second)
-    x = x * 4
-    close(run(lambda p, v: p.gelu(v, by_tanh=True), x), F.gelu(x.double(), approximate="tanh"))
-    close(run(lambda p, v: p.gelu(v), x), F.gelu(x.double()))
-
-
-@both
-@some_rows
-def test_gated(dtype: torch.dtype, rows: int) -> None:
-    x = random(rows, 2 * 37, dtype=dtype)
-    gate, value = x.double().chunk(2, dim=1)
-    y = run(lambda p, v: p.gated(*v.split(37, 37)), x)
-    close(y, gate * torch.sigmoid(gate) * value)
-
-
-@both
-@some_rows
-@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("zoh", [False, True])
-def test_selective(
-    dtype: torch.dtype, rows: int, width: int, states: int, bare: bool, zoh: bool
-) -> None:
-    x = random(rows, 3 * width + 2 * states, dtype=dtype)
-    A_log, D, bias = random(width, states, dtype=dtype), None, None
-    if not bare:
-        D, bias = random(width, dtype=dtype), random(width, dtype=dtype)
-    state = random(rows, width, states, dtype=dtype)
-    u, dt, B, C, z = x.double().split([width, width, states, states, width], dim=1)
-    step = soft(dt if bias is None else dt + bias.double())[..., None]
-    rate = A_log.double().exp()
-    S = torch.exp(-step * rate) * state.double()
-    drive = -torch.expm1(-step * rate) / rate if zoh else step
-    S = S + drive * u[..., None] * B[:, None]
-    exact = (S * C[:, None]).sum(-1)
-    exact = exact if D is None else exact + D.double() * u
-    exact = exact if bare else exact * z * torch.sigmoid(z)
-
-    def write(program: Program, value: Value) -> Value:
-        u, dt, B, C, z = value.split(width, width, states, states, width)
-        gate = None if bare else z
-        return program.selective(u, dt, B, C, gate, A_log, D, bias, 2, zoh=zoh)
-
-    before = state.clone()
-    close(run(write, x, [state]), exact, states)
-    close(state, S, 4)
-
-    def write_by_heads(program: Program, value: Value) -> Value:
-        u, dt, B, C, z = value.split(width, width, states, states, width)
-        y, cut = program.value(width), (width // 3, width - width // 3)
-        parts = zip(u.split(*cut), dt.split(*cut), z.split(*cut), y.split(*cut), strict=True)
-        for (u, dt, z, into), first in zip(parts, (0, cut[0]), strict=True):
-            rows = slice(first, first + u.width)
-            weights = (None if w is None else w[rows] for w in (A_log, D, bias))
-            places = {"channels": width, "first": first, "into": into}
-            gate = None if bare else z
-            program.selective(u, dt, B, C, gate, *weights, 2, zoh=zoh, **places)
-        return y
-
-    close(run(write_by_heads, x, [before]), exact, states)
-    close(before, S, 4)
-
-
-@both
-@some_rows
-@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
-@pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
-def test_longhorn(
-    dtype: torch.dtype, rows: int, width: int, states: int, bare: bool, exact: bool
-) -> None:
-    sizes = [width, width, states, states, width]
-    x = random(rows, sum(sizes), dtype=dtype)
-    bias, D = (None, None) if bare else (random(width, dtype=dtype), random(width, dtype=dtype))
-    state = random(rows, width, states, dtype=dtype)
-    u, dt, k, q, z = x.double().split(sizes, dim=1)
-    one_by_one = {"dt_bias": bias, "D": D, "initial_state": state}
-    one_by_one = {n: None if t is None else t.double() for n, t in one_by_one.items()}
-    y, S = longhorn_scan(
-        *(t[:, None] for t in (u, q, k, dt)),
-        z=None if bare else z[:, None],
-        transition="exact" if exact else "diagonal",
-        backend="reference",
-        **one_by_one,
-    )
-
-    def write(program: Program, value: Value) -> Value:
-        u, dt, k, q, z = value.split(*sizes)
-        return program.longhorn(u, dt, k, q, None if bare else z, bias, D, 2, exact=exact)
-
-    close(run(write, x, [state]), y[:, 0], 2 * states)
-    close(state, S, 2 * states)
-
-
-@both
-@some_rows
-@pytest.mark.parametrize(("width", "states"), [(5, 3), (33, 16), (16, 24)])
-@pytest.mark.parametrize("kind", ["bare", "scaled", "driven", "linear"])
-def test_feedback(dtype: torch.dtype, rows: int, width: int, states: int, kind: str) -> None:
-    u = random(rows, 2 * width, dtype=dtype)
-    lam, w, B, C, w_gamma = (random(width, states, dtype=dtype) for _ in range(5))
-    D, state = random(width, dtype=dtype), random(rows, width, states, dtype=dtype)
-    bare, driven, most = kind == "bare", kind == "driven", 0.0
-    wide = [t.double() for t in (lam, w, B, C, w_gamma, D)]
-    if bare:
-        wide[4] = wide[5] = None
-    else:
-        most = 1.25
-        wide[0] = -most * wide[0].sigmoid()
-        wide[1] = torch.ones_like(wide[1]) if driven else wide[1] * wide[2]
-        wide[3], wide[4] = wide[3] * wide[2], wide[4] * wide[2]
-    x, drive = (t[:, None] for t in u.double().chunk(2, dim=1))
-    y, S = feedback_scan(
-        x,
-        *(wide[i] for i in (0, 1, 3, 4, 5)),
-        drive=drive if driven else None,
-        initial_state=state.double(),
-        gate="linear" if kind == "linear" else "sigmoid",
-        backend="reference",
-    )
-
-    def write(program: Program, value: Value) -> Value:
-        x, drive = value.split(width, width)
-        return program.feedback(
-            x,
-            drive if driven else None,
-            lam,
-            None if driven else w,
-            None if bare else B,
-            C,
-            None if bare else w_gamma,
-            None if bare else D,
-            2,
-            sigmoid_to=most,
-            linear=kind == "linear",
-        )
-
-    close(run(write, u, [state]), y[:, 0], 4 * states)
-    close(state, S, 4 * states)
-
-
-@both
-@some_rows
-@pytest.mark.parametrize(("heads", "groups", "width", "states"), [(4, 2, 5, 3), (2, 1, 16, 33)])
-@pytest.mark.parametrize("limit", [(0.0, math.inf), (0.4, 0.6)])
-def test_ssd(
-    dtype: torch.dtype,
-    rows: int,
-    heads: int,
-    groups: int,
-    width: int,
-    states: int,
-    limit: tuple[float, float],
-) -> None:
-    sizes = [heads * width, heads, groups * states, groups * states]
-    x = random(rows, sum(sizes), dtype=dtype)
-    A_log, D, bias = (random(heads, dtype=dtype) for _ in range(3))
-    state = random(rows, heads, width, states, dtype=dtype)
-    u, dt, B, C = x.double().split(sizes, dim=1)
-    u = u.view(rows, heads, width)
-    B, C = (y.view(rows, groups, states).repeat_interleave(heads // groups, 1) for y in (B, C))
-    step = soft(dt + bias.double()).clamp(*limit)
-    S = torch.exp(-step * A_log.double().exp())[..., None, None] * state.double()
-    S = S + (step[..., None] * u)[..., None] * B[:, :, None]
-    exact = (S * C[:, :, None]).sum(-1) + D.double()[:, None] * u
-
-    def write(program: Program, value: Value) -> Value:
-        u, dt, B, C = value.split(*sizes)
-        return program.ssd(u, dt, B, C, A_log, D, bias, groups, 2, limit)
-
-    close(run(write, x, [state]), exact.flatten(1), states)
-    close(state, S, 4)
+def heavy_tail(x: Tensor) -> Tensor:
+    return x.clamp(min=0) + 1 / (1 - x.clamp(max=0))
 
 
 @both
 @some_rows
 @pytest.mark.parametrize(
-    ("heads", "groups", "keys", "values"), [(4, 2, 5, 3), (2, 2, 16, 70), (1, 1, 33, 64)]
+    ("name", "function"),
+    [
+        ("itself", lambda x: x),
+        ("gelu", F.gelu),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        ("sigmoid", torch.sigmoid),
+        ("tanh", torch.tanh),
+        ("exp", torch.exp),
+        ("softplus", F.softplus),
+        ("squared_relu", lambda x: F.relu(x).square()),
+        ("heavy_tail", heavy_tail),
+    ],
 )
-@pytest.mark.parametrize("by_row", [False, True])
-def test_delta_rule(
-    dtype: torch.dtype, rows: int, heads: int, groups: int, keys: int, values: int, by_row: bool
+def test_map(
+    dtype: torch.dtype, rows: int, name: str, function: Callable[[Tensor], Tensor]
 ) -> None:
-    decays = heads * keys if by_row else heads
-    sizes = [groups * keys, groups * keys, heads * values, decays, heads]
-    x = random(rows, sum(sizes), dtype=dtype)
-    A_log, bias = random(heads, dtype=dtype), random(decays, dtype=dtype)
-    state = random(rows, heads, keys, values, dtype=dtype)
-    q, k, v, dt, beta = x.double().split(sizes, dim=1)
-    q, k = (y.view(rows, groups, keys).repeat_interleave(heads // groups, 1) for y in (q, k))
-    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
-    v, beta = v.view(rows, heads, values), 2 * torch.sigmoid(beta)
-    g = -A_log.double().exp()[:, None] * soft(dt + bias.double()).view(rows, heads, -1)
-    S = g.exp()[..., None] * state.double()
-    memory = (S * k[..., None]).sum(2)
-    S = S + k[..., None] * (beta[..., None] * (v - memory))[:, :, None]
-    exact = (S * q[..., None]).sum(2) / math.sqrt(keys)
-
-    def write(program: Program, value: Value) -> Value:
-        q, k, v, dt, beta = value.split(*sizes)
-        return program.delta_rule(q, k, v, dt, beta, A_log, bias, groups, 2, beta_factor=2.0)
-
-    close(run(write, x, [state]), exact.flatten(1), 4 * keys)
-    close(state, S, 4 * keys)
+    x, bias = random(rows, 37, dtype=dtype), random(37, dtype=dtype)
+    exact = function(4 * x.double() + bias.double()).clamp(min=-0.125)
+    close(run(lambda p, v: p.map(v, name, factor=4.0, bias=bias, least=-0.125), x), exact)
 
 
 @both
 @some_rows
-@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 10), (2, 64)])
-def test_rotate(dtype: torch.dtype, rows: int, heads: int, size: int) -> None:
-    x, seen = random(rows, heads * size, dtype=dtype), torch.randint(0, 10_000, (rows,))
-    rates = 500.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turn = torch.exp(1j * seen[:, None, None] * rates)
-    exact = torch.complex(*x.double().view(rows, heads, 2, -1).unbind(2)) * turn
-    exact = torch.cat([exact.real, exact.imag], dim=-1).flatten(1)
-    close(run(lambda p, v: p.rotate(v, size, 500.0, 2), x, [seen]), exact, 2)
-
-
-@both
-@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 5), (1, 1, 16), (2, 1, 70)])
-@pytest.mark.parametrize("hides", [False, True])
-@pytest.mark.parametrize("memories", [(), (3,), (3, 9)], ids=str)
-def test_attend(
-    dtype: torch.dtype, heads: int, groups: int, size: int, hides: bool, memories: tuple[int, ...]
-) -> None:
-    window, rows = 6, 5
-    seen = torch.tensor([0, 4, 5, 6, 25])  # before, in and behind the first chunk
-    x = random(rows, (heads + 2 * groups) * size, dtype=dtype)
-    counts = (window, *memories)
-    tables = [random(rows, n, groups, size, dtype=dtype) for n in counts for _ in "kv"]
-    places = torch.randint(0, 24, (rows, counts[1] if memories else 0))
-    before = [table.clone() for table in tables]
-    q, k, v = x.double().split([heads * size, groups * size, groups * size], dim=1)
-
-    def write(program: Program, value: Value) -> Value:
-        q, k, v = value.split(heads * size, groups * size, groups * size)
-        program.keep(k, 4, window, 2)
-        program.keep(v, 5, window, 2)
-        numbers = [(n, 4 + 2 * i, 5 + 2 * i) for i, n in enumerate(counts)]
-        hidden = 3 if hides and memories else None
-        return program.attend(q, (heads, groups), numbers[0], numbers[1:], 2, 0.3, hidden)
-
-    y = run(write, x, [seen, places, *tables])
-    for row, position in enumerate(seen.tolist()):
-        keys, values, visible = [], [], []
-        for i, (n, key, value) in enumerate(zip(counts, before[::2], before[1::2], strict=True)):
-            key, value = key[row].double(), value[row].double()
-            if i == 0:
-                key[position % n], value[position % n] = (t[row].view(groups, size) for t in (k, v))
-                assert tables[0][row].double().equal(key)
-                assert tables[1][row].double().equal(value)
-            known = min(n, position // window * window if i else position + 1)
-            sees = torch.arange(n) < known
-            if i == 1 and hides:
-                sees = sees & (places[row] <= position - window)
-            keys.append(key), values.append(value), visible.append(sees)
-        key, value = (torch.cat(t).repeat_interleave(heads // groups, 1) for t in (keys, values))
-        scores = 0.3 * torch.einsum("hd,shd->hs", q[row].view(heads, size), key)
-        weights = scores.masked_fill(~torch.cat(visible), -math.inf).softmax(-1)
-        close(y[row], torch.einsum("hs,shd->hd", weights, value).flatten(), size + sum(counts))
-
-
-@pytest.mark.parametrize("position", [-1, -7, -(2**62), 2**62])
-def test_a_position_of_any_kind_is_a_place_of_its_ring(position: int) -> None:
-    """As of a state from a file; what lies beside the ring stays."""
-    x, seen = random(1, 5), torch.tensor([position])
-    room, scores = torch.zeros(9, 3, 5), torch.zeros(9, 4)
-    ring, outputs = room[4:5], torch.zeros(1, 2, 5)
-
-    def write(program: Program, value: Value) -> Value:
-        program.keep(value, 2, 3, 5)
-        program.innovate(value, (2, 3), 5, torch.tensor([0.5]), (4, 4))
-        return value
-
-    run(write, x, [ring, outputs, scores[4:5], seen])
-    assert room.any(-1).nonzero().tolist() == [[4, position % 3]]
-    assert scores.nonzero().tolist() == [[4, position % 4]]
+def test_add_and_gated(dtype: torch.dtype, rows: int) -> None:
+    x = random(rows, 2 * 37, dtype=dtype)
+    first, second = x.double().chunk(2, dim=1)
+    close(run(lambda p, v: p.add(*v.chunk(2)), x), first + second)
+    close(run(lambda p, v: p.gated(*v.chunk(2)), x), first * torch.sigmoid(first) * second)
 
 
 @both
 @some_rows
-@pytest.mark.parametrize("relative", [False, True])
-@pytest.mark.parametrize(("width", "kept", "span"), [(5, 3, 3), (33, 4, 2), (16, 2, 0)])
-def test_innovate(
-    dtype: torch.dtype, rows: int, width: int, kept: int, span: int, relative: bool
-) -> None:
-    y, outputs = random(rows, width, dtype=dtype), random(rows, kept, width, dtype=dtype)
-    scores, seen = torch.full((rows, 4), 7.0, dtype=dtype), torch.arange(rows) + 2
-    weights = random(span, dtype=dtype) if span else None
-    exact = scores.double()
-    if weights is not None:
-        guess = outputs.double().flip(1)[:, :span] * weights.double()[:, None]
-        error = (y.double() - guess.sum(1)).square().sum(1)
-        over = y.double().square().sum(1) + 1e-6 if relative else width
-        exact[torch.arange(rows), seen % 4] = error / over
-    expected = torch.cat([outputs[:, 1:], y[:, None]], dim=1)
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_a_gate_and_a_dot_product_for_each_head(dtype: torch.dtype, rows: int, width: int) -> None:
+    x = random(rows, 3 + 3 * width, dtype=dtype)
+    gate, value = x.double().split([3, 3 * width], dim=1)
+    heads = value.view(rows, 3, width)
 
-    def write(program: Program, value: Value) -> Value:
-        program.innovate(value, (kept, 2), 4, weights, (4, 3), relative=relative)
-        return value
+    def gated(program: Program, value: Value) -> Value:
+        return program.gated(*value.split(3, 3 * width), by="sigmoid")
 
-    run(write, y, [outputs, scores, seen])
-    assert outputs.equal(expected)
-    close(scores, exact, width + 2 * span)
-    if span:
-        y[-1, 0] = math.inf
-        with pytest.raises(FloatingPointError, match="innovations must be finite"):
-            run(write, y, [outputs, scores, seen])
+    def dots(program: Program, value: Value) -> Value:
+        value = value.split(3, 3 * width)[1]
+        return program.dots(value, value, 3)
+
+    close(run(gated, x), (torch.sigmoid(gate)[..., None] * heads).flatten(1))
+    close(run(dots, x), heads.square().sum(-1), width)
+
+
+@of_16_bits
+@some_rows
+def test_blend(dtype: torch.dtype, kind: torch.dtype, rows: int) -> None:
+    x, weight = random(rows, 3 * 37, dtype=dtype), random(2, 37).to(kind)
+    a, b, w = x.double().chunk(3, dim=1)
+    y = run(lambda p, v: p.blend(*v.chunk(3)[:2], weight), x)
+    close(y, (a[:, None] + weight.double() * (b - a)[:, None]).flatten(1))
+    close(run(lambda p, v: p.blend(*v.chunk(3)), x), a + w * (b - a))
+
+
+def test_delay_gives_what_was_and_keeps_what_is() -> None:
+    x, state = random(2, 37), random(2, 1, 50)
+    before = state.clone()
+    y = run(lambda p, v: p.delay(v, 2, 50, 7), x, [state])
+    assert y.equal(before[:, 0, 7:44])
+    assert state[:, 0, 7:44].equal(x)
+    rest = [*range(7), *range(44, 50)]
+    assert state[:, 0, rest].equal(before[:, 0, rest])
+
+
+@both
+@some_rows
+@pytest.mark.parametrize(("width", "group"), [(7, 7), (24, 8), (65, 65)])
+def test_layer_norm(dtype: torch.dtype, rows: int, width: int, group: int) -> None:
+    x = random(rows, width, dtype=dtype) + 3
+    for weight in (None, random(width, dtype=dtype), random(group, dtype=dtype)):
+        bias = None if weight is None else random(weight.numel(), dtype=dtype)
+        exact = F.layer_norm(x.double().view(rows, -1, group), (group,), eps=1e-5).flatten(1)
+        if weight is not None and bias is not None:
+            wide = (y.double().repeat(width // y.numel()) for y in (weight, bias))
+            exact = exact * next(wide) + next(wide)
+        y = run(lambda p, v, w=weight, b=bias: p.layer_norm(v, w, b, 1e-5, group=group), x)
+        close(y, exact, 8 * group)
 
 
 def mixer(program: Program, value: Value) -> Value:
@@ -538,7 +287,7 @@ def mixer(program: Program, value: Value) -> Value:
     inner = program.causal_conv1d(inner, random(512, 1, 4), None, 2, 4, torch.float32, silu=True)
     B, C = program.linear(inner, random(48, 512)).split(24, 24)
     y = program.selective(inner, inner, B, C, inner, random(512, 24), None, None, 3)
-    y = program.longhorn(program.gelu(y, by_tanh=True), y, B, C, None, None, None, 4)
+    y = program.longhorn(program.map(y, "gelu_tanh"), y, B, C, None, None, None, 4)
     weights = [random(512, 24) for _ in range(3)]
     y = program.add(inner, program.feedback(y, None, *weights[:2], None, weights[2], None, None, 5))
     return program.linear(program.gated(y, inner), random(130, 512))

@@ -36,6 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
 SCALAR = {"decay": "scalar", "decay_rank": None}
 MAMBA2 = {**SCALAR, "delta_rule": False, "beta": "dt", "feature_map": "silu", "skip": True}
 MAMBA2 |= {"out_norm": "gated_group", "out_gate": "silu", "gate_rank": None}
+SUM = {"decay": "channel", "decay_rank": None, "gate_logit_normalizer": 16, "delta_rule": False}
+SUM |= {"beta": "none", "feature_map": "identity"}
 
 # settings of every path that programs are written for
 SERVED: list[tuple[str, dict[str, Any]]] = [
@@ -44,6 +46,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("longhorn", {"intermediate_size": 48, "residual_in_fp32": False}),
     ("longhorn", {"intermediate_size": 48, "mlp_type": "swiglu", "prenorm": False}),
     ("longhorn", {"norm_type": "none", "residual": False}),
+    ("longhorn", {"norm_type": "layer"}),
     ("coffee", {}),
     ("coffee", {"variant": "token_gate", "lambda_param": "clamp"}),
     ("coffee", {"variant": "input_matrix", "output_filter": True}),
@@ -66,6 +69,21 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("linear_attention", {**SCALAR, "out_gate": "none", "gate_rank": None}),
     ("linear_attention", MAMBA2),
     ("linear_attention", {**MAMBA2, "out_norm": "gated"}),
+    ("linear_attention", SUM),
+    ("linear_attention", {**SUM, "decay": "fixed", "gate_logit_normalizer": None, "rotary": True}),
+    ("linear_attention", {**SUM, "decay": "none", "gate_logit_normalizer": None}),
+    ("rwkv7", {}),
+    ("rwkv7", {"norm_type": "rms"}),
+    ("mamba3", {}),
+    ("mamba3", {"rate": "heavy_tail", "rate_floor": 0.5, "out_norm": True}),
+    ("s4", {}),
+    ("s4", {"block": "glu", "n_ssm": 1}),
+    ("s4", {"block": "filter"}),
+    ("s5", {}),
+    ("s5", {"variant": "lru", "activation": "full_glu"}),
+    ("s5", {"activation": "half_glu1"}),
+    ("s5", {"activation": "gelu"}),
+    ("h3", {}),
     ("bmojo", {"mixer_types": ["mamba"]}),
     ("bmojo", {"mixer_types": ["swa"], "use_rope": True}),
     ("bmojo", {"mixer_types": ["bmojo_f"], "num_key_value_heads": 1}),
@@ -75,7 +93,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 ]
 SERVED += [(name, {"d_conv": 1}) for name in ("longhorn", "coffee", "bmojo", "linear_attention")]
 LAYER_BY_LAYER: list[tuple[str, dict[str, Any]]] = [
-    ("longhorn", {"norm_type": "layer"}),
+    ("longhorn", {"norm_type": "batch"}),
     ("dss", {"kernel_variant": "exp", "max_kernel_length": 8}),
     ("linear_attention", {"rotary": True}),
     ("linear_attention", {"gate_logit_normalizer": 16}),
@@ -340,9 +358,9 @@ def test_derived_tables_follow_the_code_that_makes_them(
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, larger(getattr(kind, method)))
         after = decode(model, x)
-        assert distance(after, decode(copy.deepcopy(model), x)) <= 1e-6  # which keeps no tables
-        assert distance(after, before) > 1e-5
-    assert distance(decode(model, x), before) <= 1e-6
+        assert distance(after, decode(copy.deepcopy(model), x)) <= 1e-5  # which keeps no tables
+        assert distance(after, before) > 1e-4
+    assert distance(decode(model, x), before) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["longhorn", "coffee", "rtf"])

@@ -124,13 +124,13 @@ def families():
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("h3", 400), ("linear_attention", 560), ("s4", 400), ("s5", 400), ("spacetime", 400)],
+    [("h3", 400), ("linear_attention", 575), ("s4", 400), ("s5", 400), ("spacetime", 400)],
 )
 def test_a_family_of_the_tables_is_short(name, most, families):
     own = {module: path for module, path in families if module.split(".")[0] == f"ssmzoo_{name}"}
     texts = [path.read_text(encoding="utf-8") for x, path in own.items() if ".convert_" not in x]
     assert len(texts) >= 3
-    assert sum(len(code(text)) for text in texts) <= most  # linear attention's are ten papers
+    assert sum(len(code(text)) for text in texts) <= most  # linear attention's are ten papers, of five with a token's program
 
 
 def code(text):

@@ -108,6 +108,42 @@ class Program(Writer):
         values = (q, k, v, dt, beta)
         return self._add(Code.DELTA, v.width, values, (A_log, dt_bias), size, (eps, beta_factor))
 
+    def linear_attention(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        decay: Value | Tensor | None,
+        state: int,
+        *,
+        heads: int,
+        groups: int | None = None,
+        erase: tuple[Value, Value] | None = None,
+        scale: float = 1.0,
+    ) -> Value:
+        """``S <- w S + b (a^T S) + k v^T``, ``y = scale S^T q``: one token of linear attention.
+
+        Args:
+            q: ``[B, G K]``.
+            k: ``[B, G K]``.
+            v: ``[B, H V]``.
+            decay: w, a number a head or one a row of the state, a value or a weight of the
+                program's dtype; None: 1.
+            state: The number of S, ``[B, H, K, V]``.
+            heads: H.
+            groups: G, the heads of queries and keys; None: H.
+            erase: a and b, ``[B, H K]`` each (``generalized_delta_rule``).
+            scale: Of the output.
+        """
+        groups = groups or heads
+        weights = self._exact(decay) if isinstance(decay, Tensor) else ()
+        value = decay if isinstance(decay, Value) else q
+        decays = weights[0].numel() if weights else value.width if decay is value else 0
+        keys, values = q.width // groups, v.width // heads
+        size = (heads, groups, keys, values, state, decays // heads, int(bool(erase)))
+        inputs = (q, k, v, value, *(erase or (q, q)))
+        return self._add(Code.ATTENTION, v.width, inputs, weights, size, (scale,))
+
     def longhorn(
         self,
         u: Value,
@@ -162,16 +198,67 @@ class Program(Writer):
         readout: Tensor,  # [C, D, N, 2]
         D: Tensor,  # [C, D]
         state: int,
+        *,
+        drive: Tensor | None = None,  # [D, N, 2]
+        feedback: tuple[Tensor, Tensor] | None = None,  # [D, N, 2] each
     ) -> Value:
-        """One token of ``diagonal_step``: ``z <- decay z + u``, ``y = Re sum_n readout z + D u``.
+        """One token of ``diagonal_step``.
 
-        Complex numbers are pairs; the state is ``[B, D, N, 2]``, y ``[B, C D]``. Decay and read-out
-        must be of the program's dtype.
+        ``z <- decay z + drive u``, ``y = Re sum_n readout z + D u``; with ``feedback``, p and f,
+        ``z <- decay z + drive u - f Re sum_n p z``. Complex numbers are pairs; the state is
+        ``[B, D, N, 2]``, y ``[B, C D]``. All but D must be of the program's dtype.
         """
         readouts, width, modes, _ = readout.shape
         size = (width, modes, readouts, state)
-        weights = (*self._exact(decay, readout), D)
+        tables = self._exact(decay, readout, *([] if drive is None else [drive]), *(feedback or ()))
+        weights = (*tables[:2], D, drive, *(feedback or ()))
         return self._add(Code.DIAGONAL, readouts * width, (u,), weights, size)
+
+    def products(
+        self,
+        q: Value,
+        k: Value,
+        v: Value,
+        decay: Tensor,  # [H, N, 2]
+        readout: Tensor,  # [H, N, 2]
+        D: Tensor,  # [H]
+        state: int,
+    ) -> Value:
+        """``diagonal`` of each product of a head's keys and values, times its queries: H3's.
+
+        The state is ``[B, d, d, H, N, 2]``; y is ``[B, d H]``, the heads of a column neighbours.
+        Decay and read-out must be of the program's dtype.
+        """
+        heads, modes, _ = decay.shape
+        size = (heads, q.width // heads, modes, state)
+        weights = (*self._exact(decay, readout), D)
+        return self._add(Code.PRODUCTS, q.width, (q, k, v), weights, size)
+
+    def poles(self, x: Value, pole: Tensor, state: int) -> Value:
+        """``z <- pole z + x``, complex numbers as pairs ``[N, 2]``; y is z, ``[B, 2 N]``.
+
+        The pole must be of the program's dtype.
+        """
+        size = (len(pole), state)
+        return self._add(Code.POLES, x.width, (x,), self._exact(pole), size)
+
+    def angles(self, x: Value, dt: Value, state: int) -> Value:
+        """Let Mamba-3's angles grow by ``pi tanh(x) dt``; return cosines and sines ``[B, 2 H S]``.
+
+        x is ``[B, S]``, dt ``[B, H]``; the state is ``[B, H S]``, less than a turn.
+        """
+        width = dt.width * x.width
+        size = (dt.width, x.width, state)
+        return self._add(Code.ANGLES, 2 * width, (x, dt), size=size)
+
+    def turn(self, x: Value, bias: Tensor, turns: Value, groups: int) -> Value:
+        """Give each head of ``[B, G N]`` its bias ``[H, N]``; turn its first pairs of neighbours.
+
+        ``turns`` are what :meth:`angles` gives; y is ``[B, H N]``.
+        """
+        heads, width = bias.shape
+        size = (heads, groups, width, turns.width // (2 * heads))
+        return self._add(Code.TURN, heads * width, (x, turns), (bias,), size)
 
     def companion(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,24 +29,33 @@ class Code(enum.IntEnum):
     CONV = 4
     GATE = 5
     ADD = 6
-    SCALE = 7
-    GELU = 8
-    COUNT = 9
-    SELECTIVE = 10
-    SSD = 11
-    DELTA = 12
-    LONGHORN = 13
-    FEEDBACK = 14
-    DIAGONAL = 15
-    COMPANION = 16
-    ROTATE = 17
-    KEEP = 18
-    ATTEND = 19
-    INNOVATE = 20
+    MAP = 7
+    BLEND = 8
+    DOTS = 9
+    DELAY = 10
+    COUNT = 11
+    SELECTIVE = 12
+    SSD = 13
+    DELTA = 14
+    ATTENTION = 15
+    LONGHORN = 16
+    FEEDBACK = 17
+    DIAGONAL = 18
+    PRODUCTS = 19
+    POLES = 20
+    ANGLES = 21
+    TURN = 22
+    COMPANION = 23
+    ROTATE = 24
+    KEEP = 25
+    ATTEND = 26
+    INNOVATE = 27
 
 
 _GATES = {None: 0, "silu before": 1, "silu after": 2, "sigmoid after": 3}
 _GATED_BY = {"silu": 0, "sigmoid": 1, "itself": 2}
+_FUNCTIONS = ("itself", "gelu", "gelu_tanh", "sigmoid", "tanh", "exp", "softplus", "squared_relu")
+_FUNCTIONS += ("heavy_tail",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +152,23 @@ class Writer:
         size = (x.width, group or x.width, own, _GATES[gating])
         return self._add(Code.NORM, x.width, (x, gate or x), (weight,), size, (eps, added))
 
+    def layer_norm(
+        self,
+        x: Value,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        *,
+        group: int | None = None,
+    ) -> Value:
+        """``y = w (x - mean(x)) / sqrt(var(x) + eps) + b`` over groups of columns.
+
+        Weight and bias: ``[width]``, or ``[group]`` for every group alike.
+        """
+        own = next((w.numel() for w in (weight, bias) if w is not None), x.width)
+        size = (x.width, group or x.width, own, 0, 1)
+        return self._add(Code.NORM, x.width, (x, x), (weight, bias), size, (eps,))
+
     def causal_conv1d(
         self,
         x: Value,
@@ -164,23 +191,56 @@ class Writer:
         return self._add(Code.CONV, x.width, (x,), (weight, bias), size)
 
     def gated(self, gate: Value, x: Value, by: str = "silu") -> Value:
-        """``y = silu(gate) x``; by "sigmoid" ``sigmoid(gate) x``, by "itself" ``gate x``."""
-        return self._add(Code.GATE, x.width, (gate, x), size=(x.width, _GATED_BY[by]))
+        """``y = silu(gate) x``; by "sigmoid" ``sigmoid(gate) x``, by "itself" ``gate x``.
+
+        A gate narrower than x has a number for each head.
+        """
+        size = (x.width, _GATED_BY[by], x.width // gate.width)
+        return self._add(Code.GATE, x.width, (gate, x), size=size)
 
     def add(self, x: Value, y: Value) -> Value:
         """``x + y``."""
         return self._add(Code.ADD, x.width, (x, y), size=(x.width,))
 
-    def scaled(
-        self, x: Value, factor: float, weight: Tensor | None = None, *, step: int = 1
+    def map(
+        self,
+        x: Value,
+        function: str = "itself",
+        *,
+        factor: float = 1.0,
+        weight: Tensor | None = None,  # [width of y]
+        bias: Tensor | None = None,  # [width of y]
+        step: int = 1,
+        least: float = -math.inf,
     ) -> Value:
-        """``y = factor w x``, of every ``step``-th column of x; w ``[width of y]``."""
-        width = -(-x.width // step)
-        return self._add(Code.SCALE, width, (x,), (weight,), (width, step), (factor,))
+        """``y = max(f(factor w x + b), least)``, of every ``step``-th column of x.
 
-    def gelu(self, x: Value, *, by_tanh: bool = False) -> Value:
-        """``x / 2 (1 + erf(x / sqrt(2)))``, or with tanh as torch's ``approximate="tanh"``."""
-        return self._add(Code.GELU, x.width, (x,), size=(x.width, int(by_tanh)))
+        Functions: "itself", "gelu", "gelu_tanh", "sigmoid", "tanh", "exp", "softplus",
+        "squared_relu", and "heavy_tail", ``max(x, 0) + 1 / (1 - min(x, 0))``.
+        """
+        width = -(-x.width // step)
+        size = (width, step, _FUNCTIONS.index(function))
+        return self._add(Code.MAP, width, (x,), (weight, bias), size, (factor, least))
+
+    def blend(self, x: Value, other: Value, weight: Tensor | Value) -> Value:
+        """``y = x + w (other - x)``.
+
+        The weight is a value as wide as x, or ``[n, width]``: then y is ``[n, width]``, too.
+        """
+        if isinstance(weight, Value):
+            return self._add(Code.BLEND, x.width, (x, other, weight), size=(x.width, 1))
+        count = weight.numel() // x.width
+        values = (x, other, x)
+        return self._add(Code.BLEND, weight.numel(), values, (weight,), (x.width, count))
+
+    def dots(self, x: Value, y: Value, heads: int) -> Value:
+        """Return the product ``x y`` of each head, ``[B, heads]``."""
+        return self._add(Code.DOTS, heads, (x, y), size=(heads, x.width // heads))
+
+    def delay(self, x: Value, state: int, columns: int | None = None, first: int = 0) -> Value:
+        """Return x of the token before, which a state ``[B, columns]`` has from ``first`` on."""
+        size = (x.width, state, columns or x.width, first)
+        return self._add(Code.DELAY, x.width, (x,), size=size)
 
     def count(self, state: int, step: int) -> None:
         """Add a number to whole numbers, int64 ``[B]``."""

@@ -104,6 +104,7 @@ class Decoding:
     """How a module decodes: by a program, one still to be written, or by its own code."""
 
     step: TokenStep | None = None
+    names: Sequence[str] = ()  # of its states, where it is a layer of ours
     # asked for each input: whether it still goes to the module's own code
     refused: Callable[[Tensor, dict[ForwardCode, bool] | None], bool] | None = None
     why: str | None = None  # why its own code runs; None: a program serves it, or none was tried
@@ -175,6 +176,7 @@ def token_of_layer(
     *,
     names: Sequence[str] | None = None,
     in_place: frozenset[str] = frozenset(),
+    handed: Sequence[str] = (),
 ) -> Tensor:
     """Return a module's output where its states are a layer's, in one call where it may be.
 
@@ -187,9 +189,11 @@ def token_of_layer(
         matrices: The dtype of linear layers' weights.
         names: Its states; None: all of the layer's.
         in_place: The states that may be written over; new ones take the place of the others.
+        handed: What :func:`handed_on` returns, states of the program, too.
     """
-    names = sorted(state.initial) if names is None else names
-    states = [state.initial[name] for name in names]
+    names = [*(sorted(state.initial) if names is None else names), *handed]
+    held = {**state.shared, **state.initial} if handed else state.initial
+    states = [held[name] for name in names]
     known = decoding_of(module)
     if not _may_decode(known, x, states, state.checked_code):
         return own()
@@ -202,18 +206,37 @@ def token_of_layer(
             return writer(program, parts, x, dict(zip(names, numbered, strict=True)))
 
         def after() -> list[Tensor]:
-            return [state.final[name] for name in names]
+            left = {**state.shared, **state.final} if handed else state.final
+            return [left[name] for name in names]
 
         y, states = _prove(module, (write,), x, states, own, after, matrices)
+        known.names = names
         state.final.update(zip(names, states, strict=True))
+        for name in handed:
+            state.shared[name] = state.final.pop(name)
         return y
+    if handed:
+        in_place = in_place.union(handed)
     changed = next_states(states, map(in_place.__contains__, names))
     try:
         y = step(x, changed)
     except FloatingPointError:  # its own code has the better message
         return own()
     state.final.update(zip(names, changed, strict=True))
+    for name in handed:
+        state.shared[name] = state.final.pop(name)
     return y
+
+
+def handed_on(mixer: Any, x: Tensor, state: LayerState) -> list[str]:
+    """Return what a mixer's program reads or writes of :attr:`SSMMixer.hands_on`.
+
+    For the first layer of a model, which writes it, room is made in ``state.shared``.
+    """
+    if mixer.layer_idx == 0:
+        exact = torch.promote_types(torch.float32, x.dtype)
+        state.shared.update({name: torch.zeros_like(x, dtype=exact) for name in mixer.hands_on})
+    return [name for name in mixer.hands_on if name in state.shared]
 
 
 def next_states(states: Sequence[Tensor], in_place: Iterable[bool]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ssmzoo.modeling.decoding import (
     DECODING,
     TokenStep,
     decoding_of,
+    handed_on,
     next_states,
     programs_run,
     run_steps,
@@ -112,7 +113,7 @@ class JoinedBlocks(JoinedLayers):
         self, layers: Sequence[Any], steps: Sequence[TokenStep], names: Sequence[Sequence[str]]
     ) -> None:
         in_place = [
-            name in layer.mixer.written_in_place
+            name in (*layer.mixer.written_in_place, *layer.mixer.hands_on)
             for layer, held in zip(layers, names, strict=True)
             for name in held
         ]
@@ -120,13 +121,18 @@ class JoinedBlocks(JoinedLayers):
         self._classes = {type(layer): layer for layer in layers}
         self._mixers = [layer.mixer for layer in layers]
         self._names = names
+        self._hands_on = any(mixer.hands_on for mixer in self._mixers)
 
     def __call__(self, x: Tensor, states: Sequence[LayerState]) -> Tensor | None:
         """Return what :meth:`run` does, and leave the states in ``states``, those of the layers."""
+        held = [state.initial for state in states]
+        if self._hands_on:
+            handed_on(self._mixers[0], x, states[0])
+            held = [{**state.shared, **state.initial} for state in states]
         try:
             before = [
-                state.initial[name]
-                for state, names in zip(states, self._names, strict=True)
+                given[name]
+                for given, names in zip(held, self._names, strict=True)
                 for name in names
             ]
         except KeyError:  # a cache of another kind of call
@@ -141,6 +147,9 @@ class JoinedBlocks(JoinedLayers):
         left = iter(found[1])
         for state, names in zip(states, self._names, strict=True):
             state.final.update(zip(names, left, strict=False))
+            if self._hands_on:  # written in place
+                for name in {*names}.difference(state.initial):
+                    del state.final[name]
         return found[0]
 
 
@@ -162,7 +171,7 @@ def joined_blocks(model: Any, states: Sequence[LayerState]) -> dict[int, JoinedB
     ]
     joined = {}
     for first, end in runs_of(wanted, [True] * len(wanted)):
-        names = [sorted(state.initial) for state in states[first:end]]
+        names = [decoding_of(layer).names for layer in layers[first:end]]
         joined[first] = JoinedBlocks(
             layers[first:end], cast(list[TokenStep], steps[first:end]), names
         )

@@ -198,7 +198,7 @@ class MLP(nn.Module):
         """Write one token; the parts are this layer's."""
         up = parts.linear(program, x, "up_proj")
         if self.gate_proj is None:
-            inner = program.gelu(up, by_tanh=True)
+            inner = program.map(up, "gelu_tanh")
         else:
             inner = program.gated(parts.linear(program, x, "gate_proj"), up)
         return parts.linear(program, inner, "down_proj")

@@ -45,6 +45,8 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
         reads_both_ways: Whether :meth:`forward` itself reads in all of ``config.directions``; if
             not, the layer also runs the mixer, or a second one, on the reversed sequence.
         written_in_place: The states that a step may overwrite: no token reads the old values again.
+        hands_on: What a model's first layer leaves in ``state.shared`` for others of its kind, as
+            wide as the model and float32 at least; programs have it as a state.
         startable_states: The states that a :class:`StateAdapter` gives a mixer to start from: it
             trains those of real numbers, and counters are zero; None: all.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
@@ -55,6 +57,7 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
     reads_residual: ClassVar[bool] = False
     reads_both_ways: ClassVar[bool] = False
     written_in_place: ClassVar[frozenset[str]] = frozenset()
+    hands_on: ClassVar[tuple[str, ...]] = ()
     startable_states: ClassVar[frozenset[str] | None] = None
     writes_tokens: ClassVar[bool] = False
 

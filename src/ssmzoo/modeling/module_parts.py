@@ -190,6 +190,12 @@ class ModuleParts:
             weight = self.weight(layer)
         return program.rms_norm(x, weight, self.eps(layer), **gating)
 
+    def layer_norm(self, program: Program, x: Value, name: str) -> Value:
+        """Write the instruction of a normalisation by mean and variance."""
+        layer = self.layer(name)
+        weight, bias = self.weight(layer), self.weight(layer, "bias", optional=True)
+        return program.layer_norm(x, weight, bias, self.eps(layer))
+
     def _hooks(self) -> bool:
         """Return whether a layer but the root has hooks, in few calls."""
         return any(map(any, map(_HOOKS, self._inner)))

@@ -116,9 +116,7 @@ def mamba_of_heads(
     heads, width, size = state.like.shape[1:]
     inner = heads * width
     projected = parts.linear(program, x, "in_proj")  # u and gate take turns
-    u, gate = (
-        program.scaled(part, 1.0, step=2) for part in (projected, projected.split(1, 2 * inner)[1])
-    )
+    u, gate = (program.map(part, step=2) for part in (projected, projected.split(1, 2 * inner)[1]))
     u = _convolution(program, parts, u, conv)
     names = ("x_proj_weight", "dt_proj_weight", "A_log", "D", "dt_proj_bias")
     weights = zip(*(parts.weight(mixer, name) for name in names), strict=True)
@@ -147,7 +145,7 @@ def mamba2(program: Program, parts: ModuleParts, x: Value, states: Sequence[Stat
     if projected.width != inner + mixed + heads:
         raise UnservedError
     if (factors := parts.buffer(mixer, "mup_vector")) is not None:
-        projected = program.scaled(projected, 1.0, factors)
+        projected = program.map(projected, weight=factors)
     gate, u, dt = projected.split(inner, mixed, heads)
     groups = (mixed - inner) // (2 * size)
     u = _convolution(program, parts, u, conv)
@@ -245,7 +243,7 @@ def kimi_delta(program: Program, parts: ModuleParts, x: Value, states: Sequence[
 def _multiplied(program: Program, parts: ModuleParts, x: Value, name: str) -> Value:
     """Write the multiplication by a number that a module has under a name, if it has it."""
     factor = parts.setting(parts.root, name)
-    return x if factor in (None, 1) else program.scaled(x, float(factor))
+    return x if factor in (None, 1) else program.map(x, factor=float(factor))
 
 
 def _convolution(program: Program, parts: ModuleParts, x: Value, state: State) -> Value:
