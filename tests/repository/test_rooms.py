@@ -130,7 +130,7 @@ def test_a_family_of_the_tables_is_short(name, most, families):
     own = {module: path for module, path in families if module.split(".")[0] == f"ssmzoo_{name}"}
     texts = [path.read_text(encoding="utf-8") for x, path in own.items() if ".convert_" not in x]
     assert len(texts) >= 3
-    assert sum(len(code(text)) for text in texts) <= most  # linear attention's are ten papers, of five with a token's program
+    assert sum(len(code(text)) for text in texts) <= most  # linear attention's are ten papers
 
 
 def code(text):
