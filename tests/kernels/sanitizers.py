@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 TABLE = HERE / "sanitizers.csv"
 
 # ops without a contract, whose tests are not named after a backend
-WHOLE = ("test_few_rows_linear.py", "test_token_step.py")
-_KERNELS = "cpu or few_rows or token_step"
+WHOLE = ("test_few_rows_linear.py", "test_token_recurrences.py", "test_token_step.py")
+_KERNELS = "cpu or few_rows or token_step or token_recurrences"
 FLAGS = (
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     *("-fno-omit-frame-pointer", "-g1"),

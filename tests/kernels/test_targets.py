@@ -17,11 +17,15 @@ import torch
 from tests.kernels import compilers, emulated
 from tests.kernels.contracts import CONTRACTS
 from tests.kernels.test_few_rows_linear import *  # noqa: F403
-from tests.kernels.test_token_step import (  # noqa: F401
+from tests.kernels.test_token_recurrences import (  # noqa: F401
     test_delta_rule,
-    test_every_number_of_16_bits_is_read_as_it_is,
-    test_rms_norm_without_a_weight,
+    test_linear_attention,
     test_selective,
+)
+from tests.kernels.test_token_step import (  # noqa: F401
+    test_every_number_of_16_bits_is_read_as_it_is,
+    test_map,
+    test_rms_norm_without_a_weight,
 )
 
 import ssmzoo_kernels
