@@ -83,6 +83,7 @@ static void step(const Sizes *n, Tensors x, const REAL *before, REAL *after, REA
 
 static void begin(const Sizes *n, const Tensors *x, int64_t task, REAL *state) {
   int64_t size = n->keys * n->values;
+  if (!size) return; /* memset takes no null pointer */
   if (x->initial)
     memcpy(state, x->initial + task * size, (size_t)size * sizeof(REAL));
   else
