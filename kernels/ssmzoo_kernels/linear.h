@@ -213,16 +213,27 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 enum { GROUP = 32, BLOCK_INPUTS = 8 * LANES };
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 
-/* Add the products of a block. A weight n in the highest bits is 2^28 n, exact as a float (x beyond 1e28
- * gives infinities). */
+/* Weight k of each lane, times 2^28: as it stands in the highest bits of a whole number (x beyond 1e28
+ * gives infinities), or looked up. */
+INLINE vec weights_of(words word, int k) {
+#ifdef __AVX512F__
+  const __m512 n = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  __m512i place = {0};
+  memcpy(&place, &word, sizeof word); /* beside float64 half of it, and never called */
+  return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(place, 4 * k), n * 0x1p28f);
+#else
+  return __builtin_convertvector((ints)(word << (28 - 4 * k) & 0xf0000000u), vec);
+#endif
+}
+
+/* Add the products of a block. */
 INLINE void add_block(int count, int together, const words *word, const REAL *const *x,
                       const float *const *scale, vec (*sums)[4]) {
   UNROLL for (int first = 0; first < 8; first += GROUP / LANES) {
     vec part[4][4] = {{{0}}};
     UNROLL for (int k = first; k < first + GROUP / LANES; k++) {
       vec weight[4];
-      UNROLL for (int r = 0; r < together; r++)
-        weight[r] = __builtin_convertvector((ints)(word[r] << (28 - 4 * k) & 0xf0000000u), vec);
+      UNROLL for (int r = 0; r < together; r++) weight[r] = weights_of(word[r], k);
       UNROLL for (int m = 0; m < count; m++) {
         vec value = *(const stored *)(x[m] + k * LANES);
         UNROLL for (int r = 0; r < together; r++)

@@ -6,7 +6,6 @@ They can be compared with those that the program was written for.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.few_rows_linear import few_bits
@@ -66,7 +66,7 @@ class ModuleParts:
         self._classes = [*map(type, self._layers)]
         self._code = [current_code(self._classes)]
         self._inner = self._attributes[1:]  # hooks of the root see its output
-        self._hooked = self._hooks()
+        self._hooked, self._handles = self._hooks(), RemovableHandle.next_id
         # hooks of Accelerate are an object's own forward
         methods = self._code[0].methods
         own = any(not methods.isdisjoint(held) for held in self._inner)
@@ -165,11 +165,11 @@ class ModuleParts:
             _add(self._held, layer._parameters, "weight", kept)
             for part in bits:
                 _add(self._weights, part, part.data_ptr(), part.shape)
-            if weight is kept.qdata:
-                for name, part in zip(("qdata", "scale"), bits, strict=True):
-                    _add(self._derived, functools.partial(getattr, kept, name), part)
-            else:
-                _add(self._derived, functools.partial(few_bits, kept), bits)
+            for name in ("qdata", "scale"):
+                _add(self._held, kept.__dict__, name, getattr(kept, name))
+            # what was packed is a copy
+            for source in () if weight is kept.qdata else (kept, kept.qdata, kept.scale):
+                self.setting(source, "_version")
         if kept.dtype is not self.dtype:  # the dtype of its own code's inputs
             raise UnservedError
         return weight, scale
@@ -200,6 +200,14 @@ class ModuleParts:
         """Return whether a layer but the root has hooks, in few calls."""
         return any(map(any, map(_HOOKS, self._inner)))
 
+    def _same_hooks(self) -> bool:
+        """Return whether layers have hooks as before; every new hook takes a handle."""
+        given_out = RemovableHandle.next_id
+        if not self._hooked and self._handles == given_out:
+            return True
+        self._handles = given_out
+        return self._hooks() is self._hooked
+
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
         """Return whether the layers have the same classes, and these the same code, as before."""
         if [*map(type, self._layers)] != self._classes:
@@ -215,15 +223,16 @@ class ModuleParts:
         owners, names, values = self._settings
         holders, entries, kept = self._held
         makers, made = self._derived
-        return (
+        with torch._C.DisableTorchFunctionSubclass():  # torchao's weights would be asked one by one
+            settings = [*map(getattr, owners, names, itertools.repeat(None))]
+        return settings == values and (
             [*_chain(map(dict.values, self._children))] == self._kept_children
             and all(map(operator.is_, map(dict.get, holders, entries), kept))
-            and [*map(getattr, owners, names, itertools.repeat(None))] == values
             and [*map(Tensor.data_ptr, weights)] == addresses
             and [*map(_SHAPE, weights)] == shapes
             and all(map(Tensor.is_contiguous, weights))
             and all(map(operator.is_, map(operator.call, makers), made))
-            and self._hooks() is self._hooked
+            and self._same_hooks()
             and [*map(len, self._attributes)] == self._sizes
         )
 
