@@ -155,7 +155,7 @@ class H3Mixer(SSMMixer):
             tables = []
             taps, start = self.taps().to(exact), state.get("shift")
             k, last = fft_conv(k, taps, None, start, cu_seqlens=packing, output_final_state=True)
-        state.put("shift", cast(Tensor, last))
+        state.put("shift", cast(Tensor, last).contiguous())
         size = self.config.head_dim
         # features of a head are neighbours; [B, L, d, H]
         shape = (*k.shape[:2], k.shape[2] // size, size)

@@ -243,11 +243,13 @@ class LinearAttentionMixer(SSMMixer):
         A_log, dt_bias, D = (parts.weight(self, name, optional=True) for name in names)
         rest = (config.key_heads, recurrent(program, states["ssm"]))
         if plain:
-            y = self._write_sum(program, (q, k, v), decay, dt_bias, states)
+            tau = parts.setting(config, "gate_logit_normalizer")
+            y = self._write_sum(program, (q, k, v), decay, dt_bias, states, tau)
         elif ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
             count, y = config.num_writes, v  # y is the last write's
+            scale = parts.setting(config, "beta_scale")
             still = torch.full((config.num_heads,), -200.0, dtype=program.dtype)  # leaves exactly 1
             pieces = (x.split(*[x.width // count] * count) for x in (k, v, beta))
             for place, (k_w, v_w, beta_w) in enumerate(zip(*pieces, strict=True)):
@@ -255,7 +257,7 @@ class LinearAttentionMixer(SSMMixer):
                     gates = (beta_w, beta_w, still, None)
                 else:
                     gates = (decay, beta_w, A_log, dt_bias)
-                y = program.delta_rule(q, k_w, v_w, *gates, *rest, beta_factor=config.beta_scale)
+                y = program.delta_rule(q, k_w, v_w, *gates, *rest, beta_factor=scale)
         gating = {}
         if config.out_gate != "none":
             gate = gate if self.gate_proj is None else parts.linear(program, gate, "gate_proj")
@@ -271,6 +273,7 @@ class LinearAttentionMixer(SSMMixer):
         decay: Value,
         dt_bias: Tensor | None,
         states: Mapping[str, State],
+        tau: float | None,
     ) -> Value:
         """Write linear attention as it is in GLA and RetNet, from queries, keys and values."""
         config, (q, k, v) = self.config, heads
@@ -281,10 +284,10 @@ class LinearAttentionMixer(SSMMixer):
         shrink: Value | Tensor | None = None
         if config.decay == "fixed":
             shrink = fixed_decays(config.num_heads).exp().to(program.dtype)
-        elif config.gate_logit_normalizer is not None:
+        elif tau is not None:
             # logsigmoid(x) = -softplus(-x)
             away = program.map(program.map(decay, bias=dt_bias), "softplus", factor=-1.0)
-            shrink = program.map(away, "exp", factor=-1 / config.gate_logit_normalizer)
+            shrink = program.map(away, "exp", factor=-1 / tau)
         return program.linear_attention(
             *(q, k, v, shrink, recurrent(program, states["ssm"])),
             heads=config.num_heads,

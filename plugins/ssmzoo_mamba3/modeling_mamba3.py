@@ -118,7 +118,8 @@ class Mamba3Mixer(SSMMixer):
         config, heads, groups = self.config, self.config.num_heads, self.config.n_groups
         z, v, B, C, dt, rate, m, angle = parts.linear(program, x, "in_proj").split(*self.splits)
         dt = program.map(dt, "softplus", bias=parts.weight(self, "dt_bias"))
-        rate = program.map(rate, config.rate, least=config.rate_floor)
+        kind, least = (parts.setting(config, name) for name in ("rate", "rate_floor"))
+        rate = program.map(rate, kind, least=least)
         decay = program.map(program.gated(rate, dt, by="itself"), "exp", factor=-1.0)
         now = program.gated(program.map(m, "sigmoid"), dt, by="itself")
         turns = program.angles(angle, dt, recurrent(program, states["angle"]))

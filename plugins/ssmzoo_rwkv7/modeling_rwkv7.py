@@ -29,6 +29,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     State,
+    UnservedError,
     recurrent,
     split_heads,
     token_before,
@@ -42,6 +43,7 @@ from .configuration_rwkv7 import RWKV7Config
 _SHIFTS = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 _OWN = ("time_shift", "channel_shift", "decay_bias", "rate_bias", "value_bias", "removal_scale")
 _OWN += ("rate_scale", "bonus", "norm_weight", "norm_bias")
+_FUNCTIONS: dict[Any, str] = {torch.tanh: "tanh", torch.sigmoid: "sigmoid"}
 
 
 class LowRank(nn.Module):
@@ -164,9 +166,13 @@ class RWKV7Mixer(SSMMixer):
         def own(name: str) -> Tensor:
             return parts.weight(self, name)
 
-        def low_rank(x: Value, name: str, function: str = "itself") -> Value:
+        def low_rank(x: Value, name: str) -> Value:
             inner = parts.linear(program, x, name + ".down")
-            inner = inner if function == "itself" else program.map(inner, function)
+            function = parts.setting(parts.layer(name), "activation")
+            if type(function) is not nn.Identity:
+                if function not in _FUNCTIONS:
+                    raise UnservedError
+                inner = program.map(inner, _FUNCTIONS[function])
             return parts.linear(program, inner, name + ".up")
 
         before = program.delay(x, recurrent(program, states["time_shift"]))
@@ -175,10 +181,10 @@ class RWKV7Mixer(SSMMixer):
             parts.linear(program, y, name)
             for y, name in ((xr, "r_proj"), (xk, "k_proj"), (xv, "v_proj"))
         )
-        decay = program.map(low_rank(xw, "decay", "tanh"), "sigmoid", bias=own("decay_bias"))
+        decay = program.map(low_rank(xw, "decay"), "sigmoid", bias=own("decay_bias"))
         decay = program.map(decay, "exp", factor=-math.exp(-0.5))
         rate = program.map(low_rank(xa, "rate"), "sigmoid", bias=own("rate_bias"))
-        first = states.get("first_values")  # None: this layer is not the model's first, but its own
+        first = states.get("first_values")  # None: no layer before has left any
         if self.value is None and first is not None:
             program.output(v, first.number, program.dtype)
         elif first is not None:
@@ -197,11 +203,11 @@ class RWKV7Mixer(SSMMixer):
             heads=self.heads,
             erase=(program.map(removal, factor=-1.0), program.gated(rate, removal, by="itself")),
         )
-        eps = self.size * self.config.rms_norm_eps
+        eps = self.size * parts.setting(self.config, "rms_norm_eps")
         y = program.layer_norm(y, own("norm_weight"), own("norm_bias"), eps, group=self.size)
         bonus = program.dots(r, program.map(k, weight=own("bonus")), self.heads)
         y = program.add(y, program.gated(bonus, v, by="itself"))
-        gate = low_rank(xg, "gate", "sigmoid")
+        gate = low_rank(xg, "gate")
         return parts.linear(program, program.gated(gate, y, by="itself"), "out_proj")
 
 

@@ -239,7 +239,14 @@ def _a_copy_with_a_hook(model: Any) -> None:
     model.model.layers[0] = twin
 
 
+def _hooks_of_another_module(model: Any) -> None:
+    _hooked(other := model_of("longhorn"))
+    for layer, twin in zip(model.model.layers, other.model.layers, strict=True):
+        layer.mixer.in_proj._forward_hooks.update(twin.mixer.in_proj._forward_hooks)
+
+
 CHANGES = [_hooked, _parametrized, _replaced, _written_over, _norms_of_another_kind]
+CHANGES += [_hooks_of_another_module]
 
 
 @pytest.mark.parametrize(
@@ -253,6 +260,38 @@ def test_what_changes_later_takes_effect(change: Any) -> None:
     after = decode(model, x)
     assert distance(after, layered(model, x)) <= 1e-5
     assert distance(after, before) > 1e-2
+
+
+def _slower(mixer: Any) -> None:
+    mixer.decay.activation = torch.relu
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fields"),
+    [
+        ("rwkv7", _slower, {}),
+        ("rwkv7", {"rms_norm_eps": 0.5}, {}),
+        ("mamba3", {"rate_floor": 3.0}, {}),
+        ("mamba3", {"rate": "heavy_tail"}, {}),
+        ("linear_attention", {"gate_logit_normalizer": 1}, SUM),
+        ("linear_attention", {"beta_scale": 2.0}, {}),
+    ],
+)
+def test_settings_of_a_mixer_that_change_later_take_effect(
+    name: str, change: Any, fields: dict[str, Any]
+) -> None:
+    model, x = model_of(name, **fields), ids()
+    before = decode(model, x)
+    assert all(steps(model))
+    for layer in model.model.layers:
+        if isinstance(change, dict):
+            for field, value in change.items():
+                setattr(layer.mixer.config, field, value)
+        else:
+            change(layer.mixer)
+    after = decode(model, x)
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-3
 
 
 def larger(own: Any) -> Any:

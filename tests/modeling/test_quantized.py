@@ -64,7 +64,7 @@ for name in ("mamba", "mamba2", "kimi_linear"):
 
 # tokens decode by programs that read the few bits, and by plain layers once something wraps these
 from ssmzoo import load_family
-from ssmzoo_kernels.dispatch import watch
+from ssmzoo_kernels.dispatch import use_backend, watch
 
 
 def decoded(model, ids):
@@ -158,6 +158,17 @@ quantize_(layer, four)
 assert few_bits(layer.weight) is not None
 layer.weight.zero_point.add_(1)
 assert few_bits(layer.weight) is None
+
+# nor does a program stay that was written before
+model = family.causal_lm_class(wide).eval()
+quantize_(model, four, lambda _, name: name.endswith("in_proj"))
+before = decoded(model, ids)
+for block in model.model.layers:
+    block.mixer.in_proj.weight.zero_point.add_(1)
+with use_backend("eager"):
+    own = decoded(model, ids)
+assert (own - before).abs().max() > 1e-3
+assert (decoded(model, ids) - own).abs().max() <= 1e-5
 """
 
 

@@ -229,6 +229,15 @@ def _multiplies(kind: torch.dtype) -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+_OF_ACTIVATIONS = (
+    "act_quant_kwargs",
+    "act_quant_scale",
+    "act_pre_scale",
+    "activation_quantization",
+)
+PARTS_OF_FEW_BITS = ("qdata", "scale", "zero_point", *_OF_ACTIVATIONS)  # that few_bits looks at
+
+
 def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
     """Return torchao's weight ``[O, I]`` as the kernels read it, None if it is of another kind.
 
@@ -247,7 +256,6 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
         return None
     q, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     zero: Any = getattr(weight, "zero_point", None)
-    others = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
     if (
         type(q) is not Tensor
         or type(scale) is not Tensor
@@ -255,7 +263,7 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
         or q.dim() != 2
         or q.device.type != "cpu"
         or not (q.is_contiguous() and scale.is_contiguous())
-        or any(getattr(weight, name, None) is not None for name in others)
+        or any(getattr(weight, name, None) is not None for name in _OF_ACTIVATIONS)
     ):
         return None
     if kind == "IntxUnpackedToInt8Tensor":
@@ -319,4 +327,11 @@ def _pack(q: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor] | Non
     return packed.view(outputs, -1), scales
 
 
-__all__ = ["MOST_ROWS", "MUCH_WORK", "few_bits", "few_rows_linear", "many_rows_linear"]
+__all__ = [
+    "MOST_ROWS",
+    "MUCH_WORK",
+    "PARTS_OF_FEW_BITS",
+    "few_bits",
+    "few_rows_linear",
+    "many_rows_linear",
+]

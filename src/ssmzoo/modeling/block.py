@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo.modeling.decoding import handed_on, is_token, token_of_layer
+from ssmzoo.modeling.decoding import is_token, make_room, token_of_layer
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import MLP, Dropout, DropPath
 from ssmzoo.modeling.mixer import SSMMixer, read_backwards, second_mixer
@@ -72,7 +72,7 @@ class SSMBlock(GradientCheckpointingLayer):
                 lambda: self._layered(hidden_states, state, None),
                 self.norm.weight.dtype,
                 in_place=self.mixer.written_in_place,
-                handed=self.mixer.hands_on and handed_on(self.mixer, hidden_states, state),
+                handed=self.mixer.hands_on and make_room(self.mixer, hidden_states, state),
             )
         return self._layered(hidden_states, state, packing)
 

@@ -189,7 +189,7 @@ def token_of_layer(
         matrices: The dtype of linear layers' weights.
         names: Its states; None: all of the layer's.
         in_place: The states that may be written over; new ones take the place of the others.
-        handed: What :func:`handed_on` returns, states of the program, too.
+        handed: What :func:`make_room` returns, states of the program, too.
     """
     names = [*(sorted(state.initial) if names is None else names), *handed]
     held = {**state.shared, **state.initial} if handed else state.initial
@@ -228,10 +228,11 @@ def token_of_layer(
     return y
 
 
-def handed_on(mixer: Any, x: Tensor, state: LayerState) -> list[str]:
-    """Return what a mixer's program reads or writes of :attr:`SSMMixer.hands_on`.
+def make_room(mixer: Any, x: Tensor, state: LayerState) -> list[str]:
+    """Make room in ``state.shared`` for what a model's first layer hands on.
 
-    For the first layer of a model, which writes it, room is made in ``state.shared``.
+    Returns:
+        The names of :attr:`SSMMixer.hands_on` that this layer's program reads or writes.
     """
     if mixer.layer_idx == 0:
         exact = torch.promote_types(torch.float32, x.dtype)

@@ -18,7 +18,7 @@ from ssmzoo.modeling.decoding import (
     DECODING,
     TokenStep,
     decoding_of,
-    handed_on,
+    make_room,
     next_states,
     programs_run,
     run_steps,
@@ -127,7 +127,7 @@ class JoinedBlocks(JoinedLayers):
         """Return what :meth:`run` does, and leave the states in ``states``, those of the layers."""
         held = [state.initial for state in states]
         if self._hands_on:
-            handed_on(self._mixers[0], x, states[0])
+            make_room(self._mixers[0], x, states[0])
             held = [{**state.shared, **state.initial} for state in states]
         try:
             before = [

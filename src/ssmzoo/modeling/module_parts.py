@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils.hooks import RemovableHandle
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
-from ssmzoo_kernels.few_rows_linear import few_bits
+from ssmzoo_kernels.few_rows_linear import PARTS_OF_FEW_BITS, few_bits
 from ssmzoo_kernels.token_step import Program, Value
 
 FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -66,7 +65,7 @@ class ModuleParts:
         self._classes = [*map(type, self._layers)]
         self._code = [current_code(self._classes)]
         self._inner = self._attributes[1:]  # hooks of the root see its output
-        self._hooked, self._handles = self._hooks(), RemovableHandle.next_id
+        self._hooked = self._hooks()
         # hooks of Accelerate are an object's own forward
         methods = self._code[0].methods
         own = any(not methods.isdisjoint(held) for held in self._inner)
@@ -165,11 +164,12 @@ class ModuleParts:
             _add(self._held, layer._parameters, "weight", kept)
             for part in bits:
                 _add(self._weights, part, part.data_ptr(), part.shape)
-            for name in ("qdata", "scale"):
-                _add(self._held, kept.__dict__, name, getattr(kept, name))
-            # what was packed is a copy
-            for source in () if weight is kept.qdata else (kept, kept.qdata, kept.scale):
-                self.setting(source, "_version")
+            for name in PARTS_OF_FEW_BITS:
+                _add(self._held, kept.__dict__, name, kept.__dict__.get(name))
+            # what was packed is a copy, and zero points are refused
+            for source in (kept, kept.qdata, kept.scale, getattr(kept, "zero_point", None)):
+                if source is not None:
+                    self.setting(source, "_version")
         if kept.dtype is not self.dtype:  # the dtype of its own code's inputs
             raise UnservedError
         return weight, scale
@@ -200,14 +200,6 @@ class ModuleParts:
         """Return whether a layer but the root has hooks, in few calls."""
         return any(map(any, map(_HOOKS, self._inner)))
 
-    def _same_hooks(self) -> bool:
-        """Return whether layers have hooks as before; every new hook takes a handle."""
-        given_out = RemovableHandle.next_id
-        if not self._hooked and self._handles == given_out:
-            return True
-        self._handles = given_out
-        return self._hooks() is self._hooked
-
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
         """Return whether the layers have the same classes, and these the same code, as before."""
         if [*map(type, self._layers)] != self._classes:
@@ -232,7 +224,7 @@ class ModuleParts:
             and [*map(_SHAPE, weights)] == shapes
             and all(map(Tensor.is_contiguous, weights))
             and all(map(operator.is_, map(operator.call, makers), made))
-            and self._same_hooks()
+            and self._hooks() is self._hooked
             and [*map(len, self._attributes)] == self._sizes
         )
 

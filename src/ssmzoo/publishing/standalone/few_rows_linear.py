@@ -27,5 +27,8 @@ def many_rows_linear(
     return F.linear(x, weight, bias)
 
 
+PARTS_OF_FEW_BITS: tuple[str, ...] = ()
+
+
 def few_bits(weight: Any) -> None:
     """Return what a weight of few bits is made of, for a kernel: there is none."""
