@@ -153,6 +153,13 @@ with torch.inference_mode():
     layer = torch.nn.Linear(64, 8)
     quantize_(layer, four)
     assert few_bits(layer.weight) is None
+    whole = family.causal_lm_class(wide).eval()
+    quantize_(whole, Int8WeightOnlyConfig())
+with watch() as ran:
+    logits = decoded(whole, ids)
+assert ("token_step", "cpu") in ran  # 8 bits are no copy: nobody has to count
+with use_backend("eager"):
+    assert (decoded(whole, ids) - logits).abs().max() <= 1e-5
 layer = torch.nn.Linear(64, 8)
 quantize_(layer, four)
 assert few_bits(layer.weight) is not None

@@ -94,6 +94,21 @@ static void ssd(const Call *call, const Instruction *x) {
 
 enum { PIECE = 4 }; /* vectors of a head's value */
 
+/* Share the columns of all heads' states, some vectors at a time; size: heads first, their values'
+ * size fourth. */
+#define PIECES(of)                                                  \
+  int64_t width = x->size[3], full = PIECE * LANES;                 \
+  int64_t pieces = (width + full - 1) / full;                       \
+  Span span = share(call, x->size[0] * pieces, 1);                  \
+  for (int64_t m = 0; m < call->rows; m++)                          \
+    for (int64_t i = span.first; i < span.last; i++) {              \
+      int64_t column = i % pieces * full;                           \
+      if (column + full <= width)                                   \
+        of(call, x, 1, m, i / pieces, column);                      \
+      else                                                          \
+        of(call, x, 0, m, i / pieces, column);                      \
+    }
+
 /* The columns of one head's state from `column` on; `full`: all the piece's vectors are whole. */
 INLINE void delta_piece(const Call *call, const Instruction *x, int full, int64_t m, int64_t head,
                         int64_t column) {
@@ -157,17 +172,7 @@ INLINE void delta_piece(const Call *call, const Instruction *x, int full, int64_
  * data: A_log, the step's bias; number: what is added to the squared lengths of q and k, beta's
  * factor. The state is [rows, heads, key, value]. */
 static void delta(const Call *call, const Instruction *x) {
-  int64_t heads = x->size[0], width = x->size[3];
-  int64_t pieces = (width + PIECE * LANES - 1) / (PIECE * LANES);
-  Span span = share(call, heads * pieces, 1);
-  for (int64_t m = 0; m < call->rows; m++)
-    for (int64_t i = span.first; i < span.last; i++) {
-      int64_t column = i % pieces * PIECE * LANES;
-      if (column + PIECE * LANES <= width)
-        delta_piece(call, x, 1, m, i / pieces, column);
-      else
-        delta_piece(call, x, 0, m, i / pieces, column);
-    }
+  PIECES(delta_piece)
 }
 
 /* Columns of one head's state from `column` on: S' = w S + b a^T S + k v^T, y = number q^T S'. */
@@ -213,17 +218,7 @@ INLINE void attention_piece(const Call *call, const Instruction *x, int full, in
  * value size, the state's number, decays a head, whether there are a and b; in: q, k, v, w, a, b;
  * data: w, if it is a weight; number: of y. The state is [rows, heads, key, value]. */
 static void attention(const Call *call, const Instruction *x) {
-  int64_t heads = x->size[0], width = x->size[3];
-  int64_t pieces = (width + PIECE * LANES - 1) / (PIECE * LANES);
-  Span span = share(call, heads * pieces, 1);
-  for (int64_t m = 0; m < call->rows; m++)
-    for (int64_t i = span.first; i < span.last; i++) {
-      int64_t column = i % pieces * PIECE * LANES;
-      if (column + PIECE * LANES <= width)
-        attention_piece(call, x, 1, m, i / pieces, column);
-      else
-        attention_piece(call, x, 0, m, i / pieces, column);
-    }
+  PIECES(attention_piece)
 }
 
 /* Longhorn: size: channels, states a channel, the state's number, whether the transition is exact,

@@ -145,11 +145,10 @@ class JoinedBlocks(JoinedLayers):
         if found is None:
             return None
         left = iter(found[1])
-        for state, names in zip(states, self._names, strict=True):
+        for state, names, mixer in zip(states, self._names, self._mixers, strict=True):
             state.final.update(zip(names, left, strict=False))
-            if self._hands_on:  # written in place
-                for name in {*names}.difference(state.initial):
-                    del state.final[name]
+            for name in mixer.hands_on:  # written in place
+                state.final.pop(name, None)
         return found[0]
 
 

@@ -166,9 +166,8 @@ class ModuleParts:
                 _add(self._weights, part, part.data_ptr(), part.shape)
             for name in PARTS_OF_FEW_BITS:
                 _add(self._held, kept.__dict__, name, kept.__dict__.get(name))
-            # what was packed is a copy, and zero points are refused
-            for source in (kept, kept.qdata, kept.scale, getattr(kept, "zero_point", None)):
-                if source is not None:
+            if weight is not kept.qdata:  # but a packed copy of it
+                for source in (kept, kept.qdata, kept.scale, kept.zero_point):
                     self.setting(source, "_version")
         if kept.dtype is not self.dtype:  # the dtype of its own code's inputs
             raise UnservedError
