@@ -125,7 +125,7 @@ def speeds_of(run: Path) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
 
     from ssmzoo import accelerate
-    from ssmzoo.environment.hardware import usable_device
+    from ssmzoo.environment.device import usable_device
     from ssmzoo.environment.messages import without_bars, without_reports
     from ssmzoo.recipe import load_recipe
 

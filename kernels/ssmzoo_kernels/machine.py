@@ -1,7 +1,6 @@
-"""This machine: what a figure depends on, what a call takes, where built kernels may stay.
+"""This machine: CPU, threads and commit, to record with figures; memory; the kernels' folder.
 
-The device, the vectors, the threads and the commit; memory; the cache folder. What systems tell in
-different ways is read here alone: Linux by ``/proc``, macOS by ``sysctl``.
+What systems tell in different ways is read here alone: Linux by ``/proc``, macOS by ``sysctl``.
 """
 
 from __future__ import annotations

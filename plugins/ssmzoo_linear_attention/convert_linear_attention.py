@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ssmzoo.modeling import check_weights
+from ssmzoo.modeling import check_weights, require_fields
 
 from . import convert_mamba2, convert_xlstm
 from .configuration_linear_attention import LinearAttentionConfig
@@ -50,7 +50,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _NUMBERS = ("hidden_size", "num_heads", "head_dim", "hidden_ratio", "num_householder")
 _NUMBERS = (*_NUMBERS, "expand_k", "expand_v", "expand_ratio")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_BACKBONE = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
+_BACKBONE = ("norm_type", "prenorm", "input_channels", "image_size")
 # fields of theirs that change no output, and the values that others must have
 _IDLE = {
     *PreTrainedConfig().to_dict(),  # which a config.json leaves out where they are usual
@@ -133,6 +133,7 @@ def to_official(state_dict: dict[str, Tensor], config: LinearAttentionConfig) ->
     Raises:
         ValueError: The model is none of theirs.
     """
+    require_fields(config, {})
     if config.beta == "exp":
         return convert_xlstm.to_official(state_dict, config)
     if config.beta == "dt":

@@ -21,7 +21,7 @@ _MAMBA2: dict[str, Any] = {
     **{"out_norm": "gated_group", "out_gate": "silu"},
 }
 # values that Mamba2 has of other fields
-_ONLY = ("norm_type", "prenorm", "residual", "directions", "input_channels", "image_size")
+_ONLY = ("norm_type", "prenorm", "input_channels", "image_size")
 _ONLY = (*_ONLY, "intermediate_size", "rotary", "decay_rank", "gate_rank", "qk_norm")
 _ONLY = (*_ONLY, "out_norm_eps", "logit_soft_cap")
 # by state-spaces' name: transformers' name, and the value where it is left out

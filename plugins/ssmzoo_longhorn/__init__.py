@@ -51,7 +51,6 @@ FAMILY = Family(
         year=2024,
     ),
     presets={
-        # parameters: 128,563,968 - 369,968,128 - 1,331,595,264
         **_SIZES,
         "longhorn-125m-quiet": {**_SIZES["longhorn-125m"], **_QUIET},
         "longhorn-350m-quiet": {**_SIZES["longhorn-350m"], **_QUIET},

@@ -256,7 +256,7 @@ class RWKV7Model(RWKV7PreTrainedModel, SSMModel):
         super().__init__(config)
         self.embed_norm = LayerNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    # not of the embeddings: what a cache reads again are these, before the norm
+    # not in `_embed`: a rollback reads its result again, and would norm it twice
     def _read(self, hidden_states: Tensor, *given: Any) -> Any:
         return super()._read(self.embed_norm(hidden_states), *given)
 

@@ -260,7 +260,7 @@ def test_processes_with_other_limits_divide_requests_equally():
 
     model = AutoModelForCausalLM.from_config(LLAMA).eval()
     whole, halved = ours(model, "auto"), ours(model, "auto")
-    halved._set_backend(1, 20)  # as where memory has ended in one process
+    halved._choose_likelihoods(1, 20)  # as where memory has ended in one process
     rng = random.Random(0)
     requests = [Request(tuple(words(rng, rng.randint(9, 40)).encode()), 1) for _ in range(9)]
     assert whole._divide(requests, 2) == halved._divide(requests, 2)

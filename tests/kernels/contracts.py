@@ -1,4 +1,4 @@
-"""What the contract of each op is run on; its checks are ``ssmzoo.testing.OpContract``'s.
+"""What the contract of each op is run on; its checks are in ``ssmzoo/testing/ops``.
 
 ``test_<op>.py`` runs a class on the CPU's backends, ``interpreted_*.py`` on the Triton kernels.
 """
@@ -68,6 +68,7 @@ class LonghornScan(OpContract):
     shapes = (
         *lengths(0, 1, 2, 7, 15, 16, 17, 63, 64, 65, D=20),
         *grid(L=[33], D=[1, 16, 63, 130], N=[1, 3, 16, 17, 64]),
+        {"L": 1, "D": 20, "N": 17},  # a whole tile of states and a rest
         {"B": 1, "L": 200, "D": 20, "N": 40},  # several chunks between saved states
     )
     packings = (
@@ -85,6 +86,7 @@ class SelectiveScan(OpContract):
     shapes = (
         *lengths(0, 1, 2, 15, 16, 17, 63, 64, 65, D=20),
         *grid(L=[18], D=[1, 16, 130], N=[1, 3, 16, 17]),
+        {"L": 1, "D": 20, "N": 17},
         {"B": 1, "L": 160, "D": 20, "N": 40},
     )
     packings = (

@@ -527,7 +527,7 @@ def test_eval_scores_a_model_that_starts_from_it(recipe, tmp_path):
 # --- a model of transformers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next", "kimi_linear"])
 @torch.no_grad()
 def test_a_stock_model_starts_from_it_in_every_form(model_type, tmp_path):
     model = ssmzoo.accelerate(tiny(model_type)).model

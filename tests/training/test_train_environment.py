@@ -15,7 +15,7 @@ from tests.training.runs import (
 from tests.training.test_killed import RECIPE
 
 from ssmzoo.cli.main import main
-from ssmzoo.environment.hardware import numeric_variables
+from ssmzoo.environment.device import numeric_variables
 from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 

@@ -30,8 +30,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _linear_attention.torch_chunk_gated_delta_rule,
     "recurrent_kimi_delta_attention": _linear_attention.torch_recurrent_gated_delta_rule,
 }
-# by function, the op by which a mixer is known; the others are plain torch, decline, or, as
-# mamba_inner_fn does, run several
+# the op that each function runs; not those in plain torch, those that decline, and mamba_inner_fn,
+# which runs several
 OPS = {
     "causal_conv1d_fn": "causal_conv1d",
     "mamba_selective_scan": "selective_scan",

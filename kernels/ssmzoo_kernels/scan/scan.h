@@ -130,7 +130,7 @@ INLINE void fetch(const Inputs *in, int64_t t, int64_t channel) {
   if (in->z) __builtin_prefetch(in->z + t * in->stride_z + channel, 0, 2);
 }
 
-/* A lone token touches its states once: along n, where they lie. */
+/* One token without a backward: each state is read once, so along n, as memory has them. */
 static void step_rows(const Inputs *in, int64_t segment, int64_t channel, int64_t channels,
                       REAL *out, REAL *final) {
   int64_t t = in->offsets[segment], states = in->states;

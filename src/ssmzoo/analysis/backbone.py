@@ -21,7 +21,7 @@ from ssmzoo.checkpoints.load import (
 )
 from ssmzoo.data.paths import expand
 from ssmzoo.data.readers import read_files
-from ssmzoo.environment.hardware import usable_device
+from ssmzoo.environment.device import usable_device
 from ssmzoo.family import load_family
 from ssmzoo.modeling import SSMModel
 from ssmzoo.modeling.inputs import check_indices

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from ssmzoo.analysis.describe import installed_families
-from ssmzoo.environment.hardware import installed_versions, usable_device
+from ssmzoo.environment.device import installed_versions, usable_device
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +69,13 @@ def _triton_version() -> Version:
 def examine_machine(device: str | None = None) -> dict[str, Any]:
     """Return the facts of this machine, with a way out beside everything that is missing.
 
+    The command prints every entry.
+
     Returns:
-        ``versions``; ``machine``, its row of docs/machines.md; ``device`` in words; ``compiler``,
-        ``triton`` and ``extras``, by package, ``"ok"`` or what is missing or slow, why, and the way
-        out; ``kernel_cache``, where built C kernels stay; ``families`` with their status.
+        ``versions``; ``machine``, its row of docs/machines.md; ``device`` in words; ``compiler``
+        and ``triton``: ``"ok"``, or what is missing or slow, why, and the way out; ``extras``: the
+        same for each package; ``kernel_cache``, where built C kernels stay; ``families`` with their
+        status.
 
     Raises:
         ValueError: Torch cannot use the device here.

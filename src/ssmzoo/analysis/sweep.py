@@ -39,7 +39,7 @@ from ssmzoo.analysis.ledger import (
 from ssmzoo.analysis.sweep_plan import CHOICES, COMPARED, PlannedRun, Sweep, load_sweep, selected
 from ssmzoo.data.documents import documents_of
 from ssmzoo.data.sources import DataSource, data_source, json_digest, without_places
-from ssmzoo.environment.hardware import installed_versions
+from ssmzoo.environment.device import installed_versions
 from ssmzoo.environment.messages import first_line
 from ssmzoo.environment.places import require_writable
 from ssmzoo.files import CannotWriteError, read_json, write_json

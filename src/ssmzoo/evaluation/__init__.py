@@ -1,7 +1,7 @@
 """Score models with lm-eval, write the scores to results files, and generate text.
 
 ``scoring`` runs tasks in lm-eval and returns their scores; ``scorer`` is the model that it asks;
-``backends`` and ``shared_states`` compute its likelihoods, as ``planner`` orders them.
+``likelihoods`` and ``shared_states`` compute its likelihoods, as ``planner`` orders them.
 
 From outside: ``evaluate.evaluate``, ``generate.generate``, ``results.read_results``, and
 :class:`SharedPrefixLM` for lm-eval's own evaluator.

@@ -3,6 +3,11 @@
 - Our own tasks (``eval/tasks``) are generated and need no network; any lm-eval task works too.
 - A suite (``eval/suites``) is an lm-eval group whose entries state the metric that counts.
 - The results file is written after every task, so a killed run keeps its finished tasks.
+
+Another harness than lm-eval would be chosen in :func:`evaluate`, in place of ``Library``,
+``SharedPrefixLM`` and ``score_task``: it refuses unknown names before the model is loaded, and
+returns ``Score`` rows for each task. Rows are merged by task and metric, so its tasks need names of
+their own; suites and ``text`` are lm-eval's.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from ssmzoo.checkpoints.load import (
     model_name,
 )
 from ssmzoo.checkpoints.weights import weights_revision
-from ssmzoo.environment.hardware import installed_versions, launched_processes, usable_device
+from ssmzoo.environment.device import installed_versions, launched_processes, usable_device
 from ssmzoo.environment.messages import missing
 from ssmzoo.environment.places import require_writable
 from ssmzoo.environment.portable import portable_command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ssmzoo.checkpoints.load import Dtype, check_dtype, load_tokenizer, model_folder
 from ssmzoo.data.tokenizer import tokenizer_errors
-from ssmzoo.environment.hardware import usable_device
+from ssmzoo.environment.device import usable_device
 from ssmzoo.evaluation.loading import load_to_run
 from ssmzoo.files import writing
 

@@ -32,10 +32,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import ssmzoo.auto  # noqa: F401  # a model may be given by its folder
 from ssmzoo.data.tokenizer import is_byte_tokenizer
-from ssmzoo.environment.hardware import usable_device
+from ssmzoo.environment.device import usable_device
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.evaluation.answers import Answers
-from ssmzoo.evaluation.backends import Backend, PaddedRows, keeps_state
+from ssmzoo.evaluation.likelihoods import Likelihoods, PaddedRows, keeps_state
 from ssmzoo.evaluation.planner import Request, Tokens, batch_limits, memory_limit
 from ssmzoo.evaluation.reading import Finish, Reading
 from ssmzoo.evaluation.results import TokensRead
@@ -120,17 +120,17 @@ class SharedPrefixLM(HFLM):
         self._silent = not sys.stderr.isatty() or (process_count() > 1 and dist.get_rank() > 0)
         # the rows that have read prompts but their last tokens, from which _model_generate goes on
         self._begun: tuple[Held, dict[Tokens, int]] | None = None
-        self._set_backend(rows, tokens)
+        self._choose_likelihoods(rows, tokens)
         self.reading = Reading(silent=self._silent)
         self.whole = False  # whether the texts of the next task are read whole
 
-    def _set_backend(self, rows: int, tokens: int | None) -> None:
+    def _choose_likelihoods(self, rows: int, tokens: int | None) -> None:
         """Choose how requests are read, in calls of at most so many rows and tokens."""
         self._rows, self._call_tokens = rows, tokens
         self.states: SharedStates | None = None
-        self._backend: Backend = PaddedRows(self, rows=rows, tokens=tokens)
+        self._likelihoods: Likelihoods = PaddedRows(self, rows=rows, tokens=tokens)
         if keeps_state(self.model):
-            self.states = self._backend = SharedStates(
+            self.states = self._likelihoods = SharedStates(
                 self.model, rows=rows, tokens=tokens, memory=self._memory, autocast=self._autocast
             )
 
@@ -138,7 +138,7 @@ class SharedPrefixLM(HFLM):
         """Make calls half as large, unless their size was asked for."""
         if self._call_tokens is None or self._rows == 1:
             return False
-        self._set_backend(max(1, self._rows // 2), self._call_tokens // 2)
+        self._choose_likelihoods(max(1, self._rows // 2), self._call_tokens // 2)
         return True
 
     def _autocast(self) -> torch.autocast:
@@ -252,10 +252,10 @@ class SharedPrefixLM(HFLM):
         return found
 
     def _divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
-        return self._backend.divide(requests, parts)
+        return self._likelihoods.divide(requests, parts)
 
     def _score(self, requests: Sequence[Request], finish: Finish[tuple[float, bool]]) -> None:
-        self._backend.loglikelihoods(requests, finish, self.reading)
+        self._likelihoods.loglikelihoods(requests, finish, self.reading)
 
     @torch.no_grad()
     def _score_texts(self, texts: Sequence[Tokens], finish: Finish[float]) -> None:

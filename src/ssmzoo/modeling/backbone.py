@@ -229,7 +229,11 @@ class SSMModel(SSMPreTrainedModel):
         input_values: Tensor | None,
         pixel_values: Tensor | None,
     ) -> Tensor:
-        """Return what the blocks read, ``[B, L, D]``, of the one input that was given."""
+        """Return the embeddings ``[B, L, D]`` of the one input that was given.
+
+        A rollback reads them again as ``inputs_embeds``: what is done to embeddings stands in
+        :meth:`_read`.
+        """
         if input_values is not None and input_values.dim() == 2 and self.config.input_channels == 1:
             input_values = input_values.unsqueeze(2)
         kind = one_input(
@@ -355,7 +359,10 @@ class SSMModel(SSMPreTrainedModel):
         output_hidden_states: bool,
         cache: StateCache | None,
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Run blocks and final norm; also return what enters each and leaves, if asked for."""
+        """Run blocks and final norm; also return what enters each and leaves, if asked for.
+
+        What a model does to embeddings before its blocks comes first here.
+        """
         batch, shown = hidden_states.shape[0], []
         passing = cache if isinstance(cache, SequenceParallelCache) else None
         if packing is not None:

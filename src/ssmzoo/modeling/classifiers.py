@@ -7,6 +7,7 @@ Those of images take pixels. Every other head takes token ids, embeddings or, wi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,7 @@ class _LinearClassifier(SSMHead):
 
 
 class SSMForSequenceClassification(_LinearClassifier):
-    """A backbone and a linear map of a sequence's last token or, ``pooling="mean"``, its mean."""
+    """A backbone and a linear map of one vector a sequence: see ``config.pooling``."""
 
     def __init__(self, config: SSMConfig) -> None:
         super().__init__(config)
@@ -83,8 +84,8 @@ class SSMForSequenceClassification(_LinearClassifier):
             ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``cache``.
         """
         renamed_cache(inputs)
-        if self.config.pooling == "mean" and inputs.get(CACHE) is not None:
-            raise ValueError('pooling="mean" needs the whole sequence in one call, got a cache')
+        if (kind := self.config.pooling) != "last" and inputs.get(CACHE) is not None:
+            raise ValueError(f'pooling="{kind}" needs the whole sequence in one call, got a cache')
         # positions say where sequences begin, not where they end
         names = ("seq_idx", *BOUNDARIES, CACHE)
         open_ended = attention_mask is None and all(inputs.get(x) is None for x in names)
@@ -104,7 +105,7 @@ class SSMForSequenceClassification(_LinearClassifier):
 class SSMForTokenClassification(_LinearClassifier):
     """A backbone and a linear map of every token's output."""
 
-    @names_inputs
+    @partial(names_inputs, cache=False)
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -315,7 +316,7 @@ def pool(hidden_states: Tensor, packing: Sequences | None, pooling: str) -> Tens
     Args:
         hidden_states: ``[B, L, D]``.
         packing: Where the sequences lie; None: every row is one.
-        pooling: ``"last"`` or ``"mean"``.
+        pooling: ``"last"`` or ``"mean"``, the values of :attr:`SSMConfig.pooling`.
 
     Returns:
         ``[B, D]``, ``[S, D]`` for packed sequences.

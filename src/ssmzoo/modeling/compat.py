@@ -1,8 +1,11 @@
-"""The differences between versions of transformers, 5.17 to 5.24; no other module knows them.
+"""The differences between versions of transformers, 5.17 to 5.24; names are known here alone.
 
 The argument and output that 5.24 calls ``cache`` was ``past_key_values`` before it, or
 ``cache_params``. With every version our models take ``cache`` and ``past_key_values``, and their
-outputs have both as attributes; outputs of ``generate`` have the version's name.
+outputs have both as attributes; outputs of ``generate`` have the version's name. The methods of
+``Cache`` that transformers calls on our caches are in ``cache.py`` (length, rows) and
+``rollback.py`` (``crop``, recording); those that we call on its layers, in ``stock/cache.py`` and
+``stock/mixer_states.py``.
 """
 
 from __future__ import annotations

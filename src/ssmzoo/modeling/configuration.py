@@ -41,8 +41,8 @@ _TRANSFORMERS_KEYS = frozenset(
 def stateless(default: Any) -> Any:
     """Return a field that changes neither a state's meaning nor its shape.
 
-    Caches and state adapters fit models whose other fields agree. So must every unmarked field; a
-    file that was written before the field existed has its default.
+    A cache or state adapter fits a model only if all unmarked fields agree; a file that is older
+    than a field has its default. Mark what only training, the head or rounding depends on.
     """
     return dataclasses.field(default=default, metadata={_STATELESS: True})
 

@@ -1,5 +1,6 @@
 """The head that forecasts the values after a series."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -96,7 +97,7 @@ class SSMForForecasting(SSMHead):
         self.score = Linear(config.hidden_size, config.input_channels)
         self.post_init()
 
-    @names_inputs
+    @partial(names_inputs, cache=False)
     def forward(
         self,
         input_values: Tensor | None = None,

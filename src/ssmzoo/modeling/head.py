@@ -1,4 +1,4 @@
-"""The base of all heads: a backbone, the call's inputs, and the form of the output."""
+"""What all heads share: a backbone, the call's inputs, and the form of the output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar, cast
 
 from ssmzoo.modeling.backbone import SSMModel
-from ssmzoo.modeling.compat import OTHER_NAMES, renamed_cache
+from ssmzoo.modeling.compat import CACHE, OTHER_NAMES, renamed_cache
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.inputs import DESCRIBING, take_sequences
 from ssmzoo.modeling.packing import Sequences
@@ -75,8 +75,10 @@ class SSMHead(SSMPreTrainedModel):
         return output if wants else output.to_tuple()
 
 
-def names_inputs(forward: _Forward) -> _Forward:
+def names_inputs(forward: _Forward, *, cache: bool = True) -> _Forward:
     """Let the signature of a head's ``forward`` name the backbone's arguments for ``**inputs``.
+
+    Without ``cache`` it does not name those of a cache: for a head that reads whole sequences.
 
     Trainer keeps the columns of a data set that the signature names, and ``generate`` and our own
     trainer find the model's arguments in it.
@@ -85,6 +87,8 @@ def names_inputs(forward: _Forward) -> _Forward:
     *first, inputs = own.parameters.values()
     backbone = inspect.signature(SSMModel.forward).parameters.values()
     left_out = {*own.parameters, "self", "packing", "kwargs"}
+    if not cache:
+        left_out |= {CACHE, "use_cache"}
     more = [
         parameter.replace(kind=parameter.KEYWORD_ONLY)
         for parameter in backbone

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssmzoo.environment.messages import suggestion
 from ssmzoo.modeling.cache import check_kind
-from ssmzoo.modeling.compat import CACHE
+from ssmzoo.modeling.compat import CACHE, CACHES
 from ssmzoo.modeling.configuration import SSMConfig
 from ssmzoo.modeling.packing import Sequences, find_packing
 from ssmzoo.modeling.static_cache import StaticStateCache
@@ -223,7 +223,7 @@ def refuse_cache(inputs: dict[str, Any]) -> None:
     why = "this head reads whole sequences and returns no cache"
     if inputs.pop("use_cache", None):
         raise ValueError(f"use_cache must be None or False, got True: {why}")
-    for name in ("cache", "past_key_values"):
+    for name in CACHES:
         if (given := inputs.pop(name, None)) is not None:
             raise ValueError(f"{name} must be left out, got a {type(given).__name__}: {why}")
 

@@ -1,9 +1,9 @@
 """Ignored labels, and the losses of the heads.
 
 An ignored label is -100, or nan where labels are values; the losses know no other mask. Heads of
-tokens and of forecasts give padding that label. A language model gives it to a sequence's first
-token, and its caller to padding. A regression of whole sequences ignores none.
-:func:`ssmzoo.tasks.common.counted` says for training and metrics which labels count.
+tokens and of forecasts set it at padding (:func:`without_padding`). The language model sets it at
+first tokens alone: its caller sets it at padding. A regression of whole sequences ignores none.
+Training and metrics count labels by :func:`ssmzoo.tasks.common.counted`, which must agree.
 """
 
 from __future__ import annotations
@@ -64,6 +64,16 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         )
 
 
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of the targets that count, in float32 or float64."""
+    return nn.functional.cross_entropy(
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        targets.flatten().to(logits.device),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
 def loss_of_classes(model: Any, logits: Tensor, labels: Tensor) -> Tensor:
     """Return transformers' loss of a classifier of sequences, by ``config.problem_type``.
 
@@ -95,7 +105,8 @@ def next_token_loss(
         labels: The tokens ``[B, L]``.
         shift_labels: The token after each position, taken as it is in place of ``labels``.
         packing: Where the sequences lie.
-        items: Tokens of all calls of an optimizer's step, as Trainer counts them, or None.
+        items: What the sum is divided by: the tokens of an optimizer's step, as Trainer counts
+            them, or 1 for the sum; None: the mean.
         head: Makes the logits of a few tokens at a time (:func:`loss_without_logits`); None: they
             are given.
 

@@ -302,12 +302,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# fields of the backbone, and the values that they have in all code but ours
+# fields that only our backbone has, with the values that equal their absence
 _ELSEWHERE = {"residual": True, "directions": "forward"}
 
 
 def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
-    """Fail unless fields, and those of this backbone alone, are as in an official model.
+    """Fail unless these fields, and those that only our backbone has, are as in an official model.
 
     Raises:
         ValueError: A field has another value.

@@ -113,8 +113,8 @@ class RollbackCache(Cache):
         that stay are read again at the start of the next call.
 
         Args:
-            max_length: Number of tokens to keep; if 0 or negative, minus the number to roll back.
-                Either way the snapshots taken so far are dropped.
+            max_length: If positive, the number of tokens to keep; if 0 or negative, as transformers
+                passes it, minus the number to roll back. The snapshots taken so far are dropped.
 
         Raises:
             RuntimeError: They were read before :meth:`activate_past_recording`, are part of a call

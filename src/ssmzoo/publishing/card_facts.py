@@ -34,6 +34,7 @@ from ssmzoo.training.priming import history
 
 PICTURE = "loss.png"
 
+# of metrics.jsonl, what a card may show: the largest values of the first, the last of the others
 _TOTALS = ("step", "tokens", "seconds")
 _LAST = ("loss", *(f"validation_{name}" for name in ("loss", "accuracy", "rmse", "mse")))
 
@@ -52,7 +53,7 @@ class RecordedRun:
         return next((r[name] for r in reversed(self.records) if r.get(name) is not None), None)
 
     def total(self, name: str) -> object:
-        """Return the largest recorded value of a metric that only grows, None if there is none."""
+        """Return the last value of a counter, its largest; None if it was never recorded."""
         values = [r[name] for r in self.records if is_number(r.get(name))]
         return max(values, default=None)
 

@@ -251,8 +251,8 @@ class CheckpointSection(Section):
     """Which checkpoints are written and kept: one after the last step, earlier ones where due.
 
     Attributes:
-        every: A checkpoint every so many steps, or every ``"epoch"``. Absent, it is 500 without
-            ``minutes``, and with them the clock alone decides.
+        every: A checkpoint every so many steps, or every ``"epoch"``. Default: 500; with
+            ``minutes`` given, none.
         minutes: A checkpoint after the first step that ends so long after the last checkpoint, by
             the clock of the first process.
         keep: How many of the newest stay.

@@ -17,8 +17,8 @@ from ssmzoo.recipe.sections import (
     whole_number,
 )
 
-# The fields that each schedule has and others refuse, by their defaults; a recipe must give what is
-# None. All have a warm-up; two of them another default of it.
+# By schedule: its own fields, which other schedules refuse, with their defaults; where that is None
+# the recipe must give the field. All warm up, the last two by 0 steps unless told.
 _OF_SCHEDULES: dict[str, dict[str, float | None]] = {
     "cosine": {"min_lr_ratio": 0.1},
     "constant": {},

@@ -121,7 +121,8 @@ def recall_text_documents(
     """Return key-value recall in plain characters, for any language model.
 
     A document is lines like ``kod = Q`` and then one of its keys; the choices are its letters,
-    all different, so guessing scores ``1 / num_pairs``.
+    all different (so at most 26), and guessing scores ``1 / num_pairs``. A seed's documents must
+    not change: published scores are of them.
     """
     at_least("num_examples", num_examples, 1)
     at_least("seed", seed, 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
+from ssmzoo.modeling import SSMConfig
 from ssmzoo.testing.subject import EXACT, FLOAT32_LOSS, Measured, Subject, gradients, require
 
 
@@ -72,7 +73,7 @@ def check_outputs(subject: Subject) -> Measured:
 
 
 def check_sequence_classification(subject: Subject) -> Measured:
-    """The classifier reads each sequence's last token, or mean: alone, padded, packed, or both."""
+    """A classified sequence has the same logits alone, padded, packed, or both, by each pooling."""
     measured = Measured()
     pad, lengths = 1, (9, 4, 6)
     rows = [subject.ids(1, length, seed=length)[0] for length in lengths]
@@ -96,7 +97,7 @@ def check_sequence_classification(subject: Subject) -> Measured:
         given = {"input_ids": ids, "position_ids": positions.long()}
         batches[f"packed in {name} with padding, found"] = given
         batches[f"packed in {name} with padding, masked"] = {**given, "attention_mask": ids != pad}
-    for pooling in ("last", "mean"):
+    for pooling in get_args(SSMConfig.__annotations__["pooling"]):
         model = subject.classifier(torch.float64, num_labels=3, pad_token_id=pad, pooling=pooling)
         expected = torch.cat([model(row[None]).logits for row in rows])
         loss = torch.nn.functional.cross_entropy(expected, classes)

@@ -2,6 +2,7 @@
 
 - A folder is written beside its place under a hidden name, flushed to the disk, and then renamed.
 - ``contents.json`` lists the sizes of its files; a resume refuses a folder that differs.
+- When one is due: ``Run._loop`` and ``_requests`` in ``trainer.py``.
 - No pickle: tensors are safetensors in ``shards/``, the rest is JSON (``run_state.py``).
 """
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from ssmzoo.environment.hardware import installed_versions, launched_processes
+from ssmzoo.environment.device import installed_versions, launched_processes
 from ssmzoo.training.stopping import Stopped, StopRequest, signal_of
 
 if TYPE_CHECKING:

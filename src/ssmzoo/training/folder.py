@@ -18,7 +18,7 @@ from ssmzoo.checkpoints.weights import (
     read_adapter_config,
     weights_revision,
 )
-from ssmzoo.environment.hardware import installed_versions
+from ssmzoo.environment.device import installed_versions
 from ssmzoo.environment.portable import portable, portable_command
 from ssmzoo.evaluation.results import (
     Results,

@@ -3,7 +3,7 @@
 The loop trains by ``pieces``, ``targets`` and ``loss_of``, and validates by ``evaluate`` and
 ``metrics``. The loss is a mean over the batch's targets; a validation adds up sums over batches and
 processes, so it does not depend on either. Labels that do not count, at padding and where nothing
-is asked, are -100, or nan where labels are values, of which -100 may be one.
+is asked, are -100 for classes and nan for values, because -100 is a possible value.
 """
 
 from __future__ import annotations
@@ -353,6 +353,8 @@ class LabelledLM(Labelled):
         self, forward: Callable[..., Any], piece: dict[str, torch.Tensor], part: int, targets: int
     ) -> torch.Tensor:
         """Return the mean over a part's ``targets``."""
+        from ssmzoo.modeling.losses import loss_sum
+
         logits = forward({name: x for name, x in piece.items() if name != "targets"}).logits
         return loss_sum(logits, piece["targets"]) / max(1, targets)  # 0 where nothing counts
 
@@ -362,6 +364,8 @@ class LabelledLM(Labelled):
         That is how many are all right, how many are right at the last target, and how many count.
         """
         import torch
+
+        from ssmzoo.modeling.losses import loss_sum
 
         logits: torch.Tensor = output.logits
         sums = self.zeros(logits.device)
@@ -411,19 +415,6 @@ def labelled(model: nn.Module, task: Supervised) -> Labelled:
     own = {"causal_lm": LabelledLM, "forecast": Forecast}
     kind = own.get(task.objective, Regression if regression else Classification)
     return kind(model, task)
-
-
-def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the cross-entropies of the targets that count, in float32 or float64."""
-    import torch
-    from torch.nn import functional as F
-
-    return F.cross_entropy(
-        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
-        targets.flatten().to(logits.device),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
 
 
 def _mask(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -57,7 +57,7 @@ class Progress:
         return int(self.best["step"]) if self.best is not None and recipe.checkpoint.best else None
 
     def lacks_last_validation(self, total: int) -> bool:
-        """Return whether ``total`` steps are done and the model of the last was not validated."""
+        """Return whether the run has reached step ``total`` without a validation there."""
         return self.step == total != self.validated
 
     def state(self, recipe: Recipe) -> dict[str, Any]:

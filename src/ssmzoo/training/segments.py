@@ -16,7 +16,7 @@ import numpy as np
 
 from ssmzoo.data.rows import Rows
 from ssmzoo.tasks.common import IGNORED, counted
-from ssmzoo.training.objectives import CausalLM, loss_sum
+from ssmzoo.training.objectives import CausalLM
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ class PiecesLM(CausalLM):
         import torch
 
         from ssmzoo.modeling.compat import CACHE
+        from ssmzoo.modeling.losses import loss_sum
 
         batch = {name: piece[name] for name in ("input_ids", "cu_seqlens")}
         more = {CACHE: cache, "use_cache": True}

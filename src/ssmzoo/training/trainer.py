@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ssmzoo.data.sources import data_source
-from ssmzoo.environment.hardware import numeric_variables
+from ssmzoo.environment.device import numeric_variables
 from ssmzoo.family import foreign_versions
 from ssmzoo.recipe import Recipe
 from ssmzoo.training import run_state
@@ -195,7 +195,7 @@ class Run:
         return requests
 
     def _requests(self) -> list[int]:
-        """Return 1 for each request of this process: to stop, by signal, and to save."""
+        """Return this process's requests, 0 or 1: to stop, by signal, and to save, by the clock."""
         minutes = self.recipe.checkpoint.minutes
         due = minutes is not None and time.monotonic() - self._saved >= 60 * minutes
         return [*self.processes.request.flags(), int(due and self.processes.main)]

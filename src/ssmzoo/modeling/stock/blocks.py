@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ssmzoo.modeling import decoding
-from ssmzoo.modeling.compat import CACHE, given_cache
+from ssmzoo.modeling.compat import CACHE, CACHES, given_cache
 from ssmzoo.modeling.joined import JoinedLayers, runs_of
 from ssmzoo.modeling.module_parts import is_watched
 from ssmzoo.modeling.stock import steps
@@ -26,7 +26,7 @@ _READS |= {"residual_multiplier", "has_experts", "block_sparse_moe"}  # without 
 _READS |= {"isinstance", "tuple", *steps.BRANCHES}
 _READS |= {name for names in steps.BRANCHES.values() for name in names}
 _VARIABLES = frozenset({"self", "hidden_states", "residual", "attention_mask", "position_ids"})
-_VARIABLES |= {"cache", "cache_params", "past_key_values", "position_embeddings", "use_cache"}
+_VARIABLES |= {*CACHES, "position_embeddings", "use_cache"}
 _VARIABLES |= {"kwargs", "output_attentions", "moe_hidden_states", "_"}
 
 

@@ -16,16 +16,20 @@ from ssmzoo.modeling.stock.calls import call
 from ssmzoo.modeling.stock.dynamics import noted
 from ssmzoo_kernels import layers
 
-# by function that keeps a state: the state's name in a cache, the argument that it begins with, and
-# the one that asks for the final one
+# by the Python name of a function of ours that keeps a state (KDA's is the delta rule's): the
+# state's name in a cache, the argument that takes it, and the one that asks for the final one
 _STATES = {
     "causal_conv1d_fn": (CONV_STATE, "initial_state", "return_final_state"),
     "mamba_selective_scan": (SCAN_STATE, "initial_state", "return_last_state"),
     "mamba2_chunk_scan": (SCAN_STATE, "initial_states", "return_final_states"),
     "torch_chunk_gated_delta_rule": (SCAN_STATE, "initial_state", "output_final_state"),
 }
-# the scans among them
-STARTED = {name for name, (state, *_) in _STATES.items() if state == SCAN_STATE}
+# the names by which mixers call the scans among them
+STARTED = {
+    name
+    for name, function in layers.FUNCTIONS.items()
+    if _STATES.get(function.__name__, ("",))[0] == SCAN_STATE
+}
 
 
 def _in_call(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The classes of transformers that are served, known by the functions that their code calls."""
+"""Which classes of transformers are served: a rule, no list, by the functions that they call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ssmzoo.modeling.stock.norms import OFFSETS
 from ssmzoo_kernels.layers import OPS
 
 NORMS: tuple[TokenWriter, ...] = tuple(steps.rms_norm(offset) for offset in OFFSETS)
-_SCANS = ("selective_scan", "gated_linear_attention")
 _MIXER_ARGUMENTS = ["self", "hidden_states", MIXER_CACHE, "attention_mask"]
 
 
@@ -38,7 +37,8 @@ def functions_of(stock: type) -> tuple[str, ...]:
     if not isinstance(body, types.FunctionType):
         return ()
     names = tuple(name for name in FUNCTIONS if name in body.__code__.co_names)
-    return names if any(OPS.get(name) in _SCANS for name in names) else ()
+    ops = {OPS[name] for name in names if name in OPS}
+    return names if ops - {"causal_conv1d"} else ()
 
 
 def unknown(stock: type) -> str:

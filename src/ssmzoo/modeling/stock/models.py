@@ -51,12 +51,11 @@ class Acceleration:
 def accelerate(model: nn.Module) -> Acceleration:
     """Let the recurrent layers of a transformers model run on ssmzoo's kernels.
 
-    Mamba, Falcon-Mamba, Jamba, Zamba, Mamba2 and the hybrids that have its layers, gated DeltaNet
-    and KDA are served: by the functions that a layer calls, not by the model's name. Outputs and
-    gradients stay the same to rounding, weights stay where they are, and other models of the class
-    are not touched. Besides, several tokens can go on from a cache, padding anywhere changes no
-    token's output, and packed sequences (``cu_seqlens``, ``seq_idx`` or ``position_ids`` that
-    begin anew) are kept apart.
+    docs/transformers-models.md lists the models; a layer is known by the functions that it calls.
+    Outputs and gradients stay the same to rounding, weights stay where they are, and other models
+    of the class are not touched. Besides, several tokens can go on from a cache, padding anywhere
+    changes no token's output, and packed sequences (``cu_seqlens``, ``seq_idx`` or ``position_ids``
+    that begin anew) are kept apart.
 
     Args:
         model: A model of transformers, or a PEFT model around one; changed in place.
@@ -211,8 +210,8 @@ def _check(model: nn.Module) -> dict[str, nn.Module]:
     mixers = {n: m for n, m in model.named_modules() if functions_of(type(m))}
     if not mixers:
         raise ValueError(
-            f"accelerate: {name} has no layer that ssmzoo's kernels serve (Mamba, Mamba2, gated "
-            "DeltaNet, KDA)"
+            f"accelerate: {name} has no layer that ssmzoo's kernels serve; "
+            "docs/transformers-models.md lists the models that have"
         )
     if (device := _device(model)) not in _DEVICES:
         raise ValueError(

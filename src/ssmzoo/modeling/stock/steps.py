@@ -1,4 +1,8 @@
-"""How stock modules are written as programs: see ``ssmzoo.modeling.decoding``."""
+"""How stock modules are written as programs: see ``ssmzoo.modeling.decoding``.
+
+A writer that meets a layer, a width or a setting that it does not know raises ``UnservedError``,
+and the module's own code runs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ def gated_mlp(program: Program, parts: ModuleParts, x: Value, states: Sequence[S
     return _multiplied(program, parts, y, "down_multiplier")
 
 
-# a block's norms, and the branch behind each by the names that models give it
+# by a block's norm, the names under which models keep the branch that reads it; a block whose
+# forward reads others than _READS of blocks has no program
 BRANCHES: dict[str, tuple[str, ...]] = {
     "norm": ("mixer",),
     "input_layernorm": ("linear_attn", "mamba", "self_attn"),

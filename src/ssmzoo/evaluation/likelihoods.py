@@ -1,4 +1,4 @@
-"""How requests are scored: the protocol, and lm-eval's way for models without a state.
+"""How log-likelihoods are computed: the protocol, and lm-eval's way for models without a state.
 
 :mod:`.shared_states` is the way of models with one.
 """
@@ -39,7 +39,7 @@ def keeps_state(model: Any) -> bool:
     return True
 
 
-class Backend(Protocol):
+class Likelihoods(Protocol):
     """How log-likelihoods are computed."""
 
     def divide(self, requests: Sequence[Request], parts: int) -> list[list[int]]:
