@@ -2,11 +2,13 @@
 
     python eval/priming.py --teacher runs/llama-teacher/model --runs runs/priming
     python eval/priming.py --teacher ... --runs ... --only mixer=longhorn,layers=half --share 0.2
+    python eval/priming.py --teacher runs/recall-teacher/model --runs runs/recall --problem recall
     python eval/priming.py --teacher ... --runs ... --decoding
 
 A cell is a mixer, the layers that it takes, how it starts, the share of the teacher's tokens that
-it reads in all, and a seed: a line of ``eval/results/priming.csv``. Its start and its two runs are
-those of ``docs/prime.md``: a fifth of its tokens aligns the new mixers, the rest trains everything.
+it reads in all, and a seed: a line of the problem's file below ``eval/results``. Its start and its
+two runs are those of ``docs/prime.md``: a fifth of its tokens aligns the new mixers, the rest
+trains everything. Texts are scored in bits per byte, recall (``mqar``) by its accuracy.
 ``scratch`` trains the same model from random weights on as many tokens. ``attention`` keeps the
 teacher's layers: ``taken`` is the teacher, ``trained`` the teacher trained on as long. Cells that
 are in the file are not run again.
@@ -21,7 +23,9 @@ import csv
 import math
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -36,7 +40,6 @@ from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "eval/results/priming.csv"
 DECODING = ROOT / "eval/results/priming-decoding.csv"
 # by mixer: what --mixer takes, and its fields
 MIXERS = {
@@ -57,29 +60,91 @@ KINDS = [
     ("attention", "none", "trained"),
     *((mixer, layers, start) for mixer in MIXERS for layers in LAYERS for start in STARTS),
 ]
-COLUMNS = (*CELL, "tokens", "bits", "teacher", "bits_8192", "recall", "curve", "seconds")
 TIMES = (*CELL, "step_ms_1024", "step_ms_16384", "cache_bytes_1024", "cache_bytes_16384")
-DATA = {"text": "python-stdlib", "validation": 0.05}
-TRAIN = {"batch_size": 2, "seq_len": 512, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
 NOT_FIELDS = {"model_type", "architectures", "dtype", "transformers_version"}
-LONG = 16 * TRAIN["seq_len"]
-STEP = TRAIN["batch_size"] * TRAIN["seq_len"]
 
 
-def run(folder, steps, model, lr, seed, align=None):
+@dataclass(frozen=True)
+class Problem:
+    """What cells are trained on, and how they are scored."""
+
+    name: str  # of the file of results, and of the score's column
+    score: str
+    data: dict[str, Any]
+    batch: int
+    length: int
+    tune: float  # rates of the last stage, and from scratch
+    scratch: float
+    longer: tuple[int, ...] = ()  # lengths beside `length`
+    suite: str | None = None
+    fields: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a mixer here
+
+    @property
+    def step(self):
+        """Tokens of a step."""
+        return self.batch * self.length
+
+    @property
+    def results(self):
+        """The file of results."""
+        return ROOT / f"eval/results/{self.name}.csv"
+
+    @property
+    def columns(self):
+        """Its columns."""
+        more = (
+            *(f"{self.score}_{length}" for length in self.longer),
+            *(["recall"] if self.suite else []),
+        )
+        return (*CELL, "tokens", self.score, "teacher", *more, "curve", "seconds")
+
+    def of(self, line):
+        """Return the score of a line of metrics."""
+        name = "validation_accuracy" if self.score == "accuracy" else "validation_loss"
+        return line[name] / (1 if self.score == "accuracy" else math.log(2))
+
+
+PROBLEMS = {
+    "text": Problem(
+        "priming",
+        "bits",
+        {"text": "python-stdlib", "validation": 0.05},
+        batch=2,
+        length=512,
+        tune=5e-4,
+        scratch=1.5e-3,
+        longer=(8192,),
+        suite="zoo-recall",
+    ),
+    "recall": Problem(
+        "priming-recall",
+        "accuracy",
+        {"task": "mqar", "task_args": {"num_pairs": 8, "vocab_size": 64}, "validation": 2048},
+        batch=64,
+        length=64,
+        tune=1e-3,
+        scratch=3e-3,
+        fields={"bmojo-f": {"sliding_window": 16, "num_fading_tokens": 4}},  # shorter than a row
+    ),
+}
+
+
+def run(problem, folder, steps, model, lr, seed, align=None):
     """Train as a recipe says, or go on; return the run's folder."""
+    train_as = {"batch_size": problem.batch, "seq_len": problem.length, "steps": steps, "lr": lr}
+    train_as |= {"weight_decay": 0.1, "betas": [0.9, 0.95], "clip": 1.0}
     recipe = {
         "model": model,
-        "data": DATA,
-        "train": {**TRAIN, "steps": steps, "lr": lr, "seed": seed, "warmup": 0.05},
+        "data": problem.data,
+        "train": {**train_as, "seed": seed, "warmup": 0.05},
         "eval": {"every": max(1, steps // 4), "batches": 32},
         "checkpoint": {"every": 100, "keep": 1},
         "log": {"every": 10},
     }
-    if align is None:
-        recipe["eval"]["lengths"] = [LONG]
-    else:
+    if align is not None:
         recipe["align"] = {"teacher": str(align)}
+    elif problem.longer:
+        recipe["eval"]["lengths"] = [*problem.longer]
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_suffix(".yaml")
     write_text(path, yaml.safe_dump(recipe))
@@ -88,36 +153,40 @@ def run(folder, steps, model, lr, seed, align=None):
     return folder
 
 
-def bits(folder, before=0):
-    """Return bits per byte by tokens read, of a run that began after ``before`` tokens."""
+def scores(problem, folder, before=0):
+    """Return the score by tokens read, of a run that began after ``before`` tokens."""
     lines = (line for line in read_metrics(folder / "metrics.jsonl") if "validation_loss" in line)
-    return {before + x["tokens"]: x["validation_loss"] / math.log(2) for x in lines}
+    return {before + x["tokens"]: problem.of(x) for x in lines}
 
 
-def made(cell, teacher, place, tokens):
-    """Return the run that ends a cell, and its bits per byte by tokens."""
+def made(problem, cell, teacher, place, tokens):
+    """Return the run that ends a cell, and its score by tokens."""
     start, seed = place / "start", cell["seed"]
-    whole = max(2, round(tokens * cell["share"] / STEP))
+    whole = max(2, round(tokens * cell["share"] / problem.step))
     if cell["mixer"] == "attention":
         if not start.exists():
             to_family(str(teacher), "hybrid", start)
         # a step that changes nothing gives the teacher's own validation
-        steps, lr = (1, 1e-12) if cell["start"] == "taken" else (whole, 5e-4)
-        done = run(place / "tune", steps, {"init_from": str(start)}, lr, seed)
-        return done, bits(done)
+        steps, lr = (1, 1e-12) if cell["start"] == "taken" else (whole, problem.tune)
+        done = run(problem, place / "tune", steps, {"init_from": str(start)}, lr, seed)
+        return done, scores(problem, done)
     mixer, fields = MIXERS[cell["mixer"]]
+    fields = fields | problem.fields.get(cell["mixer"], {})
     if not start.exists():
         kind = "drawn" if cell["start"] == "scratch" else cell["start"]
         prime(str(teacher), mixer, cell["layers"], start, fields=fields, start=kind, seed=seed)
     if cell["start"] == "scratch":
         config = AutoConfig.from_pretrained(start).to_diff_dict()
         config = {key: value for key, value in config.items() if key not in NOT_FIELDS}
-        done = run(place / "tune", whole, {"family": "hybrid", "config": config}, 1.5e-3, seed)
-        return done, bits(done)
+        model = {"family": "hybrid", "config": config}
+        done = run(problem, place / "tune", whole, model, problem.scratch, seed)
+        return done, scores(problem, done)
     short = max(1, whole // 5)
-    first = run(place / "align", short, {"init_from": str(start)}, 3e-3, seed, align=teacher)
-    done = run(place / "tune", whole - short, {"init_from": str(first / "model")}, 5e-4, seed)
-    return done, bits(done, short * STEP)
+    model = {"init_from": str(start)}
+    first = run(problem, place / "align", short, model, 3e-3, seed, align=teacher)
+    model = {"init_from": str(first / "model")}
+    done = run(problem, place / "tune", whole - short, model, problem.tune, seed)
+    return done, scores(problem, done, short * problem.step)
 
 
 @torch.no_grad()
@@ -145,31 +214,32 @@ def kept(cache):
         yield from layer.states.values() if hasattr(layer, "states") else (layer.keys, layer.values)
 
 
-def measured(cell, teacher, place, tokens, teacher_bits):
+def measured(problem, cell, teacher, place, tokens, teacher_score):
     """Return a cell's line."""
     begun = time.perf_counter()
-    folder, curve = made(cell, teacher, place, tokens)
-    scores = read_json(
-        evaluate(folder / "model", suite="zoo-recall", output_dir=place, name="recall")
-    )
-    long = read_json(folder / "run.json")["finished"]["lengths"][str(LONG)]["loss"]
-    return {
+    folder, curve = made(problem, cell, teacher, place, tokens)
+    lengths = read_json(folder / "run.json")["finished"].get("lengths", {})
+    line = {
         **cell,
         "tokens": max(curve),
-        "bits": f"{curve[max(curve)]:.4f}",
-        "teacher": f"{teacher_bits:.4f}",
-        "bits_8192": f"{long / math.log(2):.4f}",
-        "recall": " ".join(f"{x['value']:.3f}" for x in scores["results"]),
+        problem.score: f"{curve[max(curve)]:.4f}",
+        "teacher": f"{teacher_score:.4f}",
         "curve": " ".join(f"{read}:{value:.4f}" for read, value in sorted(curve.items())),
-        "seconds": round(time.perf_counter() - begun),
     }
+    for length in problem.longer:
+        loss = lengths[str(length)]["loss"]
+        line[f"{problem.score}_{length}"] = f"{problem.of({'validation_loss': loss}):.4f}"
+    if problem.suite is not None:
+        found = evaluate(folder / "model", suite=problem.suite, output_dir=place, name="recall")
+        line["recall"] = " ".join(f"{x['value']:.3f}" for x in read_json(found)["results"])
+    return {**line, "seconds": round(time.perf_counter() - begun)}
 
 
-def known():
-    """Return the cells that are in the file."""
-    if not RESULTS.exists():
+def known(path):
+    """Return the cells that are in a file."""
+    if not path.exists():
         return set()
-    with RESULTS.open(newline="") as file:
+    with path.open(newline="") as file:
         return {tuple(line[name] for name in CELL) for line in csv.DictReader(file)}
 
 
@@ -190,15 +260,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--teacher", type=Path, required=True)
     parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--problem", choices=PROBLEMS, default="text")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.1, help="of the teacher's tokens")
     parser.add_argument("--only", default="", metavar="FIELD=VALUE,...")
     parser.add_argument("--decoding", action="store_true", help="time the finished models")
     options = parser.parse_args()
     only = dict(part.split("=") for part in options.only.split(",") if part)
-    facts = read_json(options.teacher.parent / "run.json")["finished"]
-    lines = read_metrics(options.teacher.parent / "metrics.jsonl")
-    tokens = max(line["tokens"] for line in lines)
+    problem = PROBLEMS[options.problem]
+    teachers = scores(problem, options.teacher.parent)
+    tokens = max(teachers)
     if options.decoding:
         cell = dict(zip(CELL, ("llama", "none", "taken", 1.0, 0), strict=True))
         add(DECODING, TIMES, {**cell, **decoding(options.teacher)})
@@ -212,10 +283,9 @@ def main():
             if options.decoding:
                 if (place / "tune/model").is_dir():
                     add(DECODING, TIMES, {**cell, **decoding(place / "tune/model")})
-            elif tuple(told.values()) not in known():
-                teacher_bits = facts["validation_loss"] / math.log(2)
-                line = measured(cell, options.teacher, place, tokens, teacher_bits)
-                add(RESULTS, COLUMNS, line)
+            elif tuple(told.values()) not in known(problem.results):
+                given = problem, cell, options.teacher, place, tokens, teachers[tokens]
+                add(problem.results, problem.columns, measured(*given))
 
 
 if __name__ == "__main__":

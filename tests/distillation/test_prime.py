@@ -26,6 +26,7 @@ from ssmzoo.publishing.card import render_card
 from ssmzoo.recipe import AlignSection
 from ssmzoo.training.align import Align
 from ssmzoo.training.consolidate import consolidate
+from ssmzoo.training.metrics import read_metrics
 from ssmzoo.training.run import train
 
 CARD = """---
@@ -155,7 +156,7 @@ def pair(primed, teacher):
 def error(pair, rows, **section):
     student, teacher = pair
     mixers = {index: teacher.model.layers[index].mixer for index in (1, 3)}
-    align = Align(student, AlignSection(teacher="given", **section), mixers)
+    align = Align(student, AlignSection(teacher="given", **section), mixers, packs=True)
     return align.loss_of(lambda piece, **more: student(**piece, **more), {"input_ids": rows}, 0, 1)
 
 
@@ -202,6 +203,15 @@ def test_a_run_aligns_the_new_mixers_alone_and_resumes_exactly(aligned, primed, 
     lines = [json.loads(x) for x in (aligned / "metrics.jsonl").read_text().splitlines()]
     found = [x["validation_loss"] for x in lines if "validation_loss" in x]
     assert found[-1] < found[0]
+
+
+def test_rows_of_a_generated_task_align_mixers_too(primed, teacher, texts, tmp_path):
+    data = {"task": "mqar", "task_args": {"num_pairs": 2, "vocab_size": 32}, "validation": 8}
+    path = recipe(primed, teacher, texts, data=data)
+    lines = read_metrics(train(path, output_dir=tmp_path / "run") / "metrics.jsonl")
+    found = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert found[-1] < found[0]
+    assert lines[-1]["validation_targets"] == 4 * 32  # every token has an output to learn
 
 
 def test_the_card_tells_base_layers_and_stages(aligned, teacher, texts, tmp_path):

@@ -30,15 +30,21 @@ class Align(CausalLM):
         model: The hybrid.
         section: What is learned.
         teachers: The teacher's mixer of each layer that has a new one.
+        packs: As :class:`CausalLM`.
     """
 
     metric_names = ("loss",)
     sums = 2
 
     def __init__(
-        self, model: nn.Module, section: AlignSection, teachers: Mapping[int, nn.Module]
+        self,
+        model: nn.Module,
+        section: AlignSection,
+        teachers: Mapping[int, nn.Module],
+        *,
+        packs: bool,
     ) -> None:
-        super().__init__(model, packs=True)
+        super().__init__(model, packs=packs)
         self.options.pop("skip_logits", None)
         layers: Any = model.get_submodule("model.layers")
         self._taught = [(layers[index], teacher) for index, teacher in teachers.items()]

@@ -288,7 +288,7 @@ def _objective(
             f"eval.lengths, got {positions} and {longest}"
         )
     if recipe.align is not None:
-        objective = Align(model, recipe.align, teachers)
+        objective = Align(model, recipe.align, teachers, packs=packs)
     elif segments is not None:
         objective = SegmentedLM(model, segments, packs=packs)
     elif row is not None:
