@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
+from torch.utils.hooks import RemovableHandle
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.few_rows_linear import PARTS_OF_FEW_BITS, few_bits
@@ -24,7 +25,6 @@ _HOOKS = operator.itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _chain = itertools.chain.from_iterable
-_SHAPE = operator.attrgetter("shape")
 
 T = TypeVar("T")
 
@@ -65,6 +65,7 @@ class ModuleParts:
         self._classes = [*map(type, self._layers)]
         self._code = [current_code(self._classes)]
         self._inner = self._attributes[1:]  # hooks of the root see its output
+        self._handles = RemovableHandle.next_id
         self._hooked = self._hooks()
         # hooks of Accelerate are an object's own forward
         methods = self._code[0].methods
@@ -73,7 +74,7 @@ class ModuleParts:
         self.watched = self._hooked or own or not inner.isdisjoint(module.__dict__)
         # columns of tables, so that each kind is compared in few calls
         self._held: tuple[list[dict[str, Any]], list[str], list[Any]] = [], [], []
-        self._weights: tuple[list[Tensor], list[int], list[torch.Size]] = [], [], []
+        self._weights: tuple[list[Tensor], list[int], list[int]] = [], [], []
         self._settings: tuple[list[Any], list[str], list[Any]] = [], [], []
         self._derived: tuple[list[Callable[[], Any]], list[Any]] = [], []
 
@@ -122,7 +123,7 @@ class ModuleParts:
             or not kept.is_contiguous()
         ):
             raise UnservedError
-        _add(self._weights, kept, kept.data_ptr(), kept.shape)
+        _add(self._weights, kept, kept.data_ptr(), kept.numel())
         return kept.detach()
 
     def buffer(self, owner: nn.Module, name: str) -> Tensor | None:
@@ -132,7 +133,7 @@ class ModuleParts:
         if held is not None:
             if held.dtype not in FORMATS or held.device.type != "cpu" or not held.is_contiguous():
                 raise UnservedError
-            _add(self._weights, held, held.data_ptr(), held.shape)
+            _add(self._weights, held, held.data_ptr(), held.numel())
         return held
 
     def derived(self, make: Callable[[], T]) -> T:
@@ -163,7 +164,7 @@ class ModuleParts:
             weight, scale = bits
             _add(self._held, layer._parameters, "weight", kept)
             for part in bits:
-                _add(self._weights, part, part.data_ptr(), part.shape)
+                _add(self._weights, part, part.data_ptr(), part.numel())
             for name in PARTS_OF_FEW_BITS:
                 _add(self._held, kept.__dict__, name, kept.__dict__.get(name))
             if weight is not kept.qdata:  # but a packed copy of it
@@ -199,6 +200,15 @@ class ModuleParts:
         """Return whether a layer but the root has hooks, in few calls."""
         return any(map(any, map(_HOOKS, self._inner)))
 
+    def _same_hooks(self) -> bool:
+        """Return whether layers have hooks as before; who registers one takes a new handle."""
+        handles = RemovableHandle.next_id
+        if self._hooked or handles != self._handles:
+            if self._hooks() is not self._hooked:
+                return False
+            self._handles = handles
+        return True
+
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
         """Return whether the layers have the same classes, and these the same code, as before."""
         if [*map(type, self._layers)] != self._classes:
@@ -210,7 +220,7 @@ class ModuleParts:
 
     def unchanged(self) -> bool:
         """Return whether nothing was replaced, moved, hooked or added since, code aside."""
-        weights, addresses, shapes = self._weights
+        weights, addresses, sizes = self._weights
         owners, names, values = self._settings
         holders, entries, kept = self._held
         makers, made = self._derived
@@ -220,10 +230,10 @@ class ModuleParts:
             [*_chain(map(dict.values, self._children))] == self._kept_children
             and all(map(operator.is_, map(dict.get, holders, entries), kept))
             and [*map(Tensor.data_ptr, weights)] == addresses
-            and [*map(_SHAPE, weights)] == shapes
+            and [*map(Tensor.numel, weights)] == sizes
             and all(map(Tensor.is_contiguous, weights))
             and all(map(operator.is_, map(operator.call, makers), made))
-            and self._hooks() is self._hooked
+            and self._same_hooks()
             and [*map(len, self._attributes)] == self._sizes
         )
 
