@@ -302,8 +302,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# fields that only our backbone has, with the values that equal their absence
-_ELSEWHERE = {"residual": True, "directions": "forward"}
+# fields that only our backbone has, with the values that official models have of them
+_ELSEWHERE = {"residual": (True,), "directions": ("forward",), "pooling": ("last", "mean")}
 
 
 def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
@@ -312,9 +312,10 @@ def require_fields(config: SSMConfig, wanted: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A field has another value.
     """
-    for field, value in (_ELSEWHERE | {**wanted}).items():
-        if (got := getattr(config, field)) != value:
-            raise ValueError(f"the official model has {field}={value!r} only, got {got!r}")
+    for field, values in (_ELSEWHERE | {name: (value,) for name, value in wanted.items()}).items():
+        if (got := getattr(config, field)) not in values:
+            named = " or ".join(map(repr, values))
+            raise ValueError(f"the official model has {field}={named} only, got {got!r}")
 
 
 def check_weights(
