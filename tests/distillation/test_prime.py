@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -132,6 +134,22 @@ def test_grouped_heads_are_repeated(primed, teacher):
     for ours, theirs in ((k, attention.k_proj.weight), (v, attention.v_proj.weight)):
         assert ours.view(2, 2, 8, 32).equal(theirs.view(2, 1, 8, 32).expand(2, 2, 8, 32))
     assert mixer.out_proj.weight.equal(attention.o_proj.weight)
+
+
+def test_grouped_biases_are_repeated(tmp_path):
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, **HEADS))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_()
+    model.save_pretrained(tmp_path / "teacher")
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    folder = prime(str(tmp_path / "teacher"), "linear_attention", "half", tmp_path / "new")[0]
+    attention, mixer = model.model.layers[1].self_attn, load(folder).model.layers[1].mixer
+    q, k, v = mixer.conv1d.bias.chunk(3)
+    assert q.equal(attention.q_proj.bias)
+    for ours, theirs in ((k, attention.k_proj.bias), (v, attention.v_proj.bias)):
+        assert ours.view(2, 2, 8).equal(theirs.view(2, 1, 8).expand(2, 2, 8))
 
 
 def by_hand(student, teacher, rows):

@@ -477,3 +477,28 @@ def test_prefixes_keep_what_was_used_last(model):
     Prefixes(size - 1).put([1], state(1))
     kept.clear()
     assert (len(kept), kept.nbytes) == (0, 0)
+
+
+def test_a_conversation_goes_on_from_the_state_of_its_own_row(model):
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        asked = {manager.add_request(prompt): prompt for prompt in prompts}
+        answers = results(manager, {*asked})
+        for name, prompt in asked.items():
+            turn = [*prompt, *answers[name].generated_tokens, 3]
+            again = manager.add_request(turn)
+            assert results(manager, {again})[again].generated_tokens == alone(model, turn)[0]
+
+
+@newer
+def test_a_state_of_several_weights_is_not_kept():
+    changed = build("longhorn")
+    with changed.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        name = manager.add_request([5, 6, 7], streaming=True, max_new_tokens=1000)
+        answers = manager.request_id_iter(name)
+        next(answers)
+        with manager.pause(), torch.no_grad():
+            changed.model.layers[0].mixer.out_proj.weight.mul_(-2)
+        *_, last = answers
+        assert last.is_finished()
+        assert len(manager.batch_processor._prefixes) == 0

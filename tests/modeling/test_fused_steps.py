@@ -614,3 +614,35 @@ def test_a_block_with_more_code_around_its_own_is_called(
         own = getattr(SSMBlock, name)
         monkeypatch.setattr(SSMBlock, name, lambda self, *given: 1.5 * own(self, *given))
     assert distance(decode(model, x), layered(model, x)) <= 1e-5
+
+
+def test_a_program_that_leaves_another_state_is_refused(monkeypatch):
+    call = decoding.TokenStep.__call__
+
+    def spoiled(self, x, states):
+        y = call(self, x, states)
+        for state in states:
+            state.mul_(1.5)
+        return y
+
+    model = model_of("longhorn")
+    judge = layered(model, ids())
+    monkeypatch.setattr(decoding.TokenStep, "__call__", spoiled)
+    ours = decode(model, ids())
+    assert not any(steps(model))
+    assert distance(ours, judge) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["transposed", "cut"])
+def test_a_weight_that_became_another_view_of_its_memory_counts(name):
+    model = model_of("rwkv7")
+    decode(model, ids())
+    assert all(steps(model))
+    mixer = model.model.layers[0].mixer
+    if name == "transposed":
+        mixer.r_proj.weight.data = mixer.r_proj.weight.data.t()
+    else:
+        nn.init.normal_(mixer.bonus)
+        decode(model, ids())
+        mixer.bonus.data = mixer.bonus.data[:1]  # the same for all features
+    assert distance(decode(model, ids()), layered(model, ids())) <= 1e-5

@@ -160,3 +160,23 @@ def test_training_takes_a_part_without_targets_where_the_field_asks_for_no_logit
         return network(**piece, **{**objective.options, **options})
 
     assert objective.loss_of(forward, batch, 0, 0) == 0
+
+
+def test_the_bias_of_a_head_learns_too():
+    (inputs, _), network = cases()["ignored"], model(tied=False)
+    network.lm_head = nn.Linear(network.config.hidden_size, WORDS).double()
+    true = gradients(network, in_full(network, **inputs))
+    found = gradients(network, network(**inputs, skip_logits=True).loss)
+    assert "lm_head.bias" in true
+    assert found.keys() == true.keys()
+    for name, slope in true.items():
+        assert (found[name] - slope).norm() <= 1e-12 * slope.norm(), name
+
+
+def test_labels_at_padding_are_the_callers():
+    network, ids = model(), torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    output = network(ids, attention_mask=mask, labels=ids)
+    logits = output.logits[:, :-1].float().flatten(0, 1)
+    wanted = nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    assert abs(output.loss - wanted) < 1e-6

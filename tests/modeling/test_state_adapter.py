@@ -2,13 +2,14 @@
 
 import copy
 import json
+import threading
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tests.stock_models import VOCABULARY, tiny
-from tests.training.runs import killed, write_texts
+from tests.training.runs import assert_same_tensors, killed, saved, write_texts
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import ssmzoo
@@ -25,6 +26,8 @@ from ssmzoo.modeling import (
 from ssmzoo.modeling.compat import cache_name
 from ssmzoo.training.folder import RunFolder
 from ssmzoo.training.run import train
+from ssmzoo.training.shards import Background
+from ssmzoo.training.trainer import Run
 
 # PEFT calls what transformers renamed
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -522,6 +525,35 @@ def test_eval_scores_a_model_that_starts_from_it(recipe, tmp_path):
     assert scored.name == "run-adapter.json"
     assert "+" in found["model"]["revision"]
     assert "--adapter" in found["command"]
+
+
+def test_a_checkpoint_that_is_written_late_is_of_its_own_step(recipe, tmp_path, monkeypatch):
+    start, take_step, moved = Background.start, Run.take_step, threading.Event()
+
+    def step(run, read):
+        done = take_step(run, read)
+        if run.progress.step == 3:
+            moved.set()
+        return done
+
+    def at_once(self, *given):
+        start(self, *given)
+        self.wait()
+
+    def late(self, folder, *parts):
+        def behind(part):
+            return lambda *given: moved.wait(60) and part(*given)
+
+        start(self, folder, *map(behind, parts))
+
+    monkeypatch.setattr(Run, "take_step", step)
+    runs = []
+    for begin in (at_once, late):
+        moved.clear()
+        monkeypatch.setattr(Background, "start", begin)
+        runs.append(train(recipe, output_dir=tmp_path / begin.__name__))
+    assert_same_tensors(*(saved(run, 2) for run in runs))
+    assert_same_tensors(*(load_file(run / "checkpoints/step-00000002" / FILE) for run in runs))
 
 
 # --- a model of transformers ----------------------------------------------------------------------

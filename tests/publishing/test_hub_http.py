@@ -103,6 +103,7 @@ with open(os.path.join(folder, "README.md"), "a") as card:
 assert main(["publish", folder, "tester/published", "--no-code", "--json"]) == 0
 network = AutoModelForCausalLM.from_pretrained(wide)
 network.push_to_hub("tester/pushed", max_shard_size="1MB")
+AutoModelForCausalLM.from_pretrained(folder).push_to_hub("tester/pushed", revision="other")
 """
 )
 
@@ -127,6 +128,7 @@ with torch.no_grad():
     logits["v1"] = read("published", revision="v1")(input_ids).logits.numpy()
     logits["main"] = read("published")(input_ids).logits.numpy()
     logits["pushed"] = read("pushed")(input_ids).logits.numpy()
+    logits["other"] = read("pushed", revision="other")(input_ids).logits.numpy()
     state = load_state(snapshot_download("tester/stateful"), read("stateful"))
     inputs = state.inputs(input_ids[:1])
     inputs["input_ids"] = inputs["input_ids"][:, state.cache.seen_tokens :]
@@ -392,7 +394,7 @@ def expected(folder: Path, input_ids: torch.Tensor) -> np.ndarray:
 
 def test_a_pushed_model_loads_by_its_name_bit_for_bit(loaded, narrow, wide):
     input_ids = torch.arange(24).reshape(2, 12)
-    for name in ("v1", "main", "private"):
+    for name in ("v1", "main", "private", "other"):
         assert np.array_equal(loaded["logits"][name], expected(narrow, input_ids)), name
     assert np.array_equal(loaded["logits"]["pushed"], expected(wide, input_ids))
 
