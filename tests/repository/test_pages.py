@@ -194,7 +194,7 @@ def reader(tmp_path, monkeypatch):
         shutil.copy(ROOT / "README.md", tmp_path)
         (tmp_path / "eval").mkdir()
         shutil.copytree(ROOT / "eval" / "tasks", tmp_path / "eval" / "tasks")
-        small = Path("model_cards", "small", "longhorn-text")
+        small = Path("model_cards", "small", "bmojo-f-text")
         shutil.copytree(ROOT / small, tmp_path / small)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
