@@ -274,7 +274,7 @@ INLINE void product_of_int4(int count, int together, const REAL *x, int64_t x_ro
       words word[4];
       UNROLL for (int r = 0; r < together; r++) {
         memcpy(&word[r], row[r] + b * LANES, sizeof(words));
-        __builtin_prefetch(row[r] + b * LANES + 4 * together * line);
+        __builtin_prefetch(row[r] + b * LANES + 4 * together * line); /* rows are short: four turns */
       }
       UNROLL for (int m = 0; m < count; m++)
         from[m] = b < whole ? x + m * x_row + b * BLOCK_INPUTS : edge[m];

@@ -481,13 +481,19 @@ def test_prefixes_keep_what_was_used_last(model):
 
 def test_a_conversation_goes_on_from_the_state_of_its_own_row(model):
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+    config = ContinuousBatchingConfig(return_logprobs=True)
+    with model.continuous_batching_context_manager(
+        generation_config=GREEDY, continuous_batching_config=config
+    ) as manager:
         asked = {manager.add_request(prompt): prompt for prompt in prompts}
         answers = results(manager, {*asked})
+        assert len(manager.batch_processor._prefixes) == len(prompts)
         for name, prompt in asked.items():
             turn = [*prompt, *answers[name].generated_tokens, 3]
             again = manager.add_request(turn)
-            assert results(manager, {again})[again].generated_tokens == alone(model, turn)[0]
+            answer, (tokens, scores) = results(manager, {again})[again], alone(model, turn)
+            assert answer.generated_tokens == tokens
+            torch.testing.assert_close(torch.tensor(answer.logprobs), scores, rtol=1e-4, atol=1e-5)
 
 
 @newer
@@ -498,6 +504,7 @@ def test_a_state_of_several_weights_is_not_kept():
         answers = manager.request_id_iter(name)
         next(answers)
         with manager.pause(), torch.no_grad():
+            assert name in manager.batch_processor._requests.active
             changed.model.layers[0].mixer.out_proj.weight.mul_(-2)
         *_, last = answers
         assert last.is_finished()

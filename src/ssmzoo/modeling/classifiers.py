@@ -84,8 +84,9 @@ class SSMForSequenceClassification(_LinearClassifier):
             ``loss``, ``logits [B, num_labels]`` (``[S, num_labels]``), ``cache``.
         """
         renamed_cache(inputs)
-        if (kind := self.config.pooling) != "last" and inputs.get(CACHE) is not None:
-            raise ValueError(f'pooling="{kind}" needs the whole sequence in one call, got a cache')
+        if self.config.pooling != "last" and inputs.get(CACHE) is not None:
+            way = f'pooling="{self.config.pooling}"'
+            raise ValueError(f"{way} needs the whole sequence in one call, got a cache")
         # positions say where sequences begin, not where they end
         names = ("seq_idx", *BOUNDARIES, CACHE)
         open_ended = attention_mask is None and all(inputs.get(x) is None for x in names)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils.hooks import RemovableHandle
 
 from ssmzoo.modeling.forward_code import ForwardCode, current_code
 from ssmzoo_kernels.few_rows_linear import PARTS_OF_FEW_BITS, few_bits
@@ -65,7 +64,6 @@ class ModuleParts:
         self._classes = [*map(type, self._layers)]
         self._code = [current_code(self._classes)]
         self._inner = self._attributes[1:]  # hooks of the root see its output
-        self._handles = RemovableHandle.next_id
         self._hooked = self._hooks()
         # hooks of Accelerate are an object's own forward
         methods = self._code[0].methods
@@ -200,15 +198,6 @@ class ModuleParts:
         """Return whether a layer but the root has hooks, in few calls."""
         return any(map(any, map(_HOOKS, self._inner)))
 
-    def _same_hooks(self) -> bool:
-        """Return whether layers have hooks as before; who registers one takes a new handle."""
-        handles = RemovableHandle.next_id
-        if self._hooked or handles != self._handles:
-            if self._hooks() is not self._hooked:
-                return False
-            self._handles = handles
-        return True
-
     def same_code(self, checked: dict[ForwardCode, bool] | None) -> bool:
         """Return whether the layers have the same classes, and these the same code, as before."""
         if [*map(type, self._layers)] != self._classes:
@@ -233,7 +222,7 @@ class ModuleParts:
             and [*map(Tensor.numel, weights)] == sizes
             and all(map(Tensor.is_contiguous, weights))
             and all(map(operator.is_, map(operator.call, makers), made))
-            and self._same_hooks()
+            and self._hooks() is self._hooked
             and [*map(len, self._attributes)] == self._sizes
         )
 

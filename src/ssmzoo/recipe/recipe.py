@@ -114,7 +114,7 @@ class Recipe(Section):
             raise ValueError("align needs model.init_from, a model that 'ssmzoo prime' wrote")
         others = {
             "adapter": self.adapter is not None,
-            f"data.task {self.data.task!r}": self.supervised,
+            f"data.task {self.data.task!r} without train.seq_len": self.supervised,
             "eval.lengths": bool(self.eval.lengths),
             "train.only": self.train.only is not None,
             "train.segments": self.train.segments is not None,

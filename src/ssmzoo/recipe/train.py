@@ -18,7 +18,7 @@ from ssmzoo.recipe.sections import (
 )
 
 # By schedule: its own fields, which other schedules refuse, with their defaults; where that is None
-# the recipe must give the field. All warm up, the last two by 0 steps unless told.
+# the recipe must give the field. All have `warmup`, whose default is 0 in the last two.
 _OF_SCHEDULES: dict[str, dict[str, float | None]] = {
     "cosine": {"min_lr_ratio": 0.1},
     "constant": {},

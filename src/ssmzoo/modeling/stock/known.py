@@ -1,4 +1,4 @@
-"""Which classes of transformers are served: a rule, no list, by the functions that they call."""
+"""Which classes of transformers are served: those whose forward calls functions that we have."""
 
 from __future__ import annotations
 
