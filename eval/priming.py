@@ -68,8 +68,10 @@ NOT_FIELDS = {"model_type", "architectures", "dtype", "transformers_version"}
 class Problem:
     """What cells are trained on, and how they are scored."""
 
-    name: str  # of the file of results, and of the score's column
-    score: str
+    results: Path
+    score: str  # the name of its column
+    metric: str  # of a run's metrics, which is the score times `unit`
+    unit: float
     data: dict[str, Any]
     batch: int
     length: int
@@ -84,30 +86,13 @@ class Problem:
         """Tokens of a step."""
         return self.batch * self.length
 
-    @property
-    def results(self):
-        """The file of results."""
-        return ROOT / f"eval/results/{self.name}.csv"
-
-    @property
-    def columns(self):
-        """Its columns."""
-        more = (
-            *(f"{self.score}_{length}" for length in self.longer),
-            *(["recall"] if self.suite else []),
-        )
-        return (*CELL, "tokens", self.score, "teacher", *more, "curve", "seconds")
-
-    def of(self, line):
-        """Return the score of a line of metrics."""
-        name = "validation_accuracy" if self.score == "accuracy" else "validation_loss"
-        return line[name] / (1 if self.score == "accuracy" else math.log(2))
-
 
 PROBLEMS = {
     "text": Problem(
-        "priming",
+        ROOT / "eval/results/priming.csv",
         "bits",
+        "validation_loss",
+        math.log(2),
         {"text": "python-stdlib", "validation": 0.05},
         batch=2,
         length=512,
@@ -117,8 +102,10 @@ PROBLEMS = {
         suite="zoo-recall",
     ),
     "recall": Problem(
-        "priming-recall",
+        ROOT / "eval/results/priming-recall.csv",
         "accuracy",
+        "validation_accuracy",
+        1,
         {"task": "mqar", "task_args": {"num_pairs": 8, "vocab_size": 64}, "validation": 2048},
         batch=64,
         length=64,
@@ -155,8 +142,8 @@ def run(problem, folder, steps, model, lr, seed, align=None):
 
 def scores(problem, folder, before=0):
     """Return the score by tokens read, of a run that began after ``before`` tokens."""
-    lines = (line for line in read_metrics(folder / "metrics.jsonl") if "validation_loss" in line)
-    return {before + x["tokens"]: problem.of(x) for x in lines}
+    lines = (line for line in read_metrics(folder / "metrics.jsonl") if problem.metric in line)
+    return {before + x["tokens"]: x[problem.metric] / problem.unit for x in lines}
 
 
 def made(problem, cell, teacher, place, tokens):
@@ -224,14 +211,14 @@ def measured(problem, cell, teacher, place, tokens, teacher_score):
         "tokens": max(curve),
         problem.score: f"{curve[max(curve)]:.4f}",
         "teacher": f"{teacher_score:.4f}",
-        "curve": " ".join(f"{read}:{value:.4f}" for read, value in sorted(curve.items())),
     }
     for length in problem.longer:
-        loss = lengths[str(length)]["loss"]
-        line[f"{problem.score}_{length}"] = f"{problem.of({'validation_loss': loss}):.4f}"
+        found = lengths[str(length)][problem.metric.removeprefix("validation_")]
+        line[f"{problem.score}_{length}"] = f"{found / problem.unit:.4f}"
     if problem.suite is not None:
         found = evaluate(folder / "model", suite=problem.suite, output_dir=place, name="recall")
         line["recall"] = " ".join(f"{x['value']:.3f}" for x in read_json(found)["results"])
+    line["curve"] = " ".join(f"{read}:{value:.4f}" for read, value in sorted(curve.items()))
     return {**line, "seconds": round(time.perf_counter() - begun)}
 
 
@@ -285,7 +272,8 @@ def main():
                     add(DECODING, TIMES, {**cell, **decoding(place / "tune/model")})
             elif tuple(told.values()) not in known(problem.results):
                 given = problem, cell, options.teacher, place, tokens, teachers[tokens]
-                add(problem.results, problem.columns, measured(*given))
+                line = measured(*given)
+                add(problem.results, [*line], line)
 
 
 if __name__ == "__main__":
