@@ -78,7 +78,7 @@ def test_the_small_models_are_small():
         own = {"llama-text": ALWAYS - {LOADER}, "bmojo-f-text": {*ALWAYS, PRIMING}}
         assert files.keys() == own.get(name, ALWAYS)
     assert max(sizes[name] for name in LISTED) < 1_000_000, sizes
-    assert sum(sizes.values()) < 8 * 2**20
+    assert sum(sizes.values()) < 8_000_000
 
 
 # what was saved
