@@ -208,84 +208,126 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
   }
 }
 
-/* Four bits: of every BLOCK_INPUTS weights a word holds eight of a lane, the first in its lowest bits.
- * GROUP inputs share a scale, which is 2^-28 times theirs. Behind a row's end lie zeros. */
-enum { GROUP = 32, BLOCK_INPUTS = 8 * LANES };
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+/* Four bits: weights plus 8, of INT4_OUTPUTS outputs at a time. A line of the cache holds those of two
+ * inputs: number 2 l + h, of 16 bits, has that of output 16 k + l and input h in its bits from 4 k on.
+ * GROUP inputs share a scale: behind one another lie those of the 64 outputs, over 16 where k is 1.
+ *
+ * Sums of a group are whole numbers: its inputs are rounded to 16 bits, by at most a 65,534th of the
+ * largest of them. */
+enum { GROUP = 32, INT4_OUTPUTS = 64, INT4_INPUTS = 2048 };
+typedef int16_t shorts __attribute__((vector_size(VEC_BYTES)));
+typedef uint16_t unsigned_shorts __attribute__((vector_size(VEC_BYTES)));
+typedef int32_t ints __attribute__((vector_size(VEC_BYTES)));
+typedef float singles __attribute__((vector_size(VEC_BYTES)));
+enum { INTS = VEC_BYTES / 4, PARTS = 16 / INTS };
 
-/* Weight k of each lane, times 2^28: as it stands in the highest bits of a whole number (x beyond 1e28
- * gives infinities), or looked up. */
-INLINE vec weights_of(words word, int k) {
-#ifdef __AVX512F__
-  const __m512 n = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  __m512i place = {0};
-  memcpy(&place, &word, sizeof word); /* beside float64 half of it, and never called */
-  return (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(place, 4 * k), n * 0x1p28f);
+/* Some of a row of x. */
+typedef struct {
+  int16_t value[INT4_INPUTS];
+  int32_t start[INT4_INPUTS / GROUP]; /* -8 sums of x: what the weights' 8 add too much */
+  float scale[INT4_INPUTS / GROUP];
+} Rounded;
+
+/* c and products of pairs of numbers of 16 bits. */
+INLINE ints add_pairs(shorts a, shorts b, ints c) {
+#ifdef __AVX512VNNI__
+  return (ints)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+  return c + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return c + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(NEON)
+  int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+  return c + (ints)vpaddq_s32(low, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
 #else
-  return __builtin_convertvector((ints)(word << (28 - 4 * k) & 0xf0000000u), vec);
+  ints x = (ints)a, y = (ints)b;
+  return c + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
 
-/* Add the products of a block. */
-INLINE void add_block(int count, int together, const words *word, const REAL *const *x,
-                      const float *const *scale, vec (*sums)[4]) {
-  UNROLL for (int first = 0; first < 8; first += GROUP / LANES) {
-    vec part[4][4] = {{{0}}};
-    UNROLL for (int k = first; k < first + GROUP / LANES; k++) {
-      vec weight[4];
-      UNROLL for (int r = 0; r < together; r++) weight[r] = weights_of(word[r], k);
-      UNROLL for (int m = 0; m < count; m++) {
-        vec value = *(const stored *)(x[m] + k * LANES);
-        UNROLL for (int r = 0; r < together; r++)
-          part[r][m] = multiply_add(weight[r], value, part[r][m]);
-      }
+/* Round `inputs` of a row, and zeros behind them up to whole groups. A group with a NaN or an infinity
+ * has such a scale, one below 1e-30 is zero. */
+static __attribute__((noinline)) void round_piece(const REAL *x, int64_t inputs, Rounded *to) {
+  enum { VECTORS = GROUP / INTS };
+  typedef int16_t narrow __attribute__((vector_size(VEC_BYTES / 2)));
+  for (int64_t g = 0; g * GROUP < inputs; g++) {
+    int64_t left = inputs - g * GROUP;
+    vec value[VECTORS];
+    ints most = {0}, sum = {0};
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+      value[v] = left > v * INTS ? load_some(x + g * GROUP + v * INTS, left - v * INTS) : splat(0);
+      ints size = (ints)value[v] & 0x7fffffff, more = size > most;
+      most = (size & more) | (most & ~more);
     }
-    UNROLL for (int r = 0; r < together; r++) {
-      vec factor = splat((REAL)scale[r][first * LANES / GROUP]);
-      UNROLL for (int m = 0; m < count; m++)
-        sums[r][m] = multiply_add(part[r][m], factor, sums[r][m]);
+    int32_t bits = 0;
+    uint32_t start = 0;
+    float largest;
+    UNROLL for (int i = 0; i < INTS; i++) bits = most[i] > bits ? most[i] : bits;
+    memcpy(&largest, &bits, sizeof bits);
+    float inverse = largest > 1e-30f ? 32767 / largest : 0;
+    UNROLL for (int v = 0; v < VECTORS; v++) { /* whole numbers, in the last bits */
+      vec moved = multiply_add(value[v], splat((REAL)inverse), splat((REAL)0x1.8p23));
+      ints whole = (ints)moved - 0x4b400000;
+      narrow some = __builtin_convertvector(whole, narrow);
+      memcpy(to->value + g * GROUP + v * INTS, &some, sizeof some);
+      sum += whole;
     }
+    UNROLL for (int i = 0; i < INTS; i++) start -= 8 * (uint32_t)sum[i];
+    to->start[g] = (int32_t)start;
+    to->scale[g] = largest / 32767;
   }
 }
 
-/* The same as product_block for weights of four bits, whose scales are float [outputs, groups]. */
-INLINE void product_of_int4(int count, int together, const REAL *x, int64_t x_row, const void *w,
+/* Add the products of a group to the sums of 4 INTS outputs. */
+INLINE void add_group(int count, const char *w, const float *scale, const Rounded *x, int64_t g,
+                      singles (*sums)[4]) {
+  ints part[4][4];
+  UNROLL for (int m = 0; m < count; m++) {
+    ints start = x[m].start[g] - (ints){0};
+    UNROLL for (int k = 0; k < 4; k++) part[m][k] = k == 1 ? start * 16 : start;
+  }
+  for (int i = 0; i < GROUP; i += 2, w += 64) {
+    typedef int16_t stored_shorts __attribute__((vector_size(VEC_BYTES), aligned(2), may_alias));
+    __builtin_prefetch(w + STREAM_BYTES);
+    shorts word = *(const stored_shorts *)w;
+    shorts weight[4] = {word & 0x0f, word & 0xf0, word >> 8 & 0x0f,
+                        (shorts)((unsigned_shorts)word >> 12)};
+    UNROLL for (int m = 0; m < count; m++) {
+      int32_t both;
+      memcpy(&both, x[m].value + g * GROUP + i, sizeof both);
+      shorts pair = (shorts)(both - (ints){0});
+      UNROLL for (int k = 0; k < 4; k++) part[m][k] = add_pairs(weight[k], pair, part[m][k]);
+    }
+  }
+  UNROLL for (int m = 0; m < count; m++) UNROLL for (int k = 0; k < 4; k++) {
+    vec factor, product = (vec)(__builtin_convertvector(part[m][k], singles) * x[m].scale[g]);
+    memcpy(&factor, scale + 16 * k, sizeof factor);
+    sums[m][k] = (singles)multiply_add(product, factor, (vec)sums[m][k]);
+  }
+}
+
+/* The same as product_block for weights of four bits; `first` is a multiple of INT4_OUTPUTS. */
+INLINE void product_of_int4(int count, const REAL *x, int64_t x_row, const void *w,
                             const void *scale, Numbers bias, REAL *y, int64_t y_row, int64_t inputs,
                             int64_t first, int64_t last) {
-  const int64_t blocks = (inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-  const int64_t whole = inputs / BLOCK_INPUTS, line = blocks * LANES;
-  REAL edge[4][BLOCK_INPUTS];
-  if (whole < blocks) UNROLL for (int m = 0; m < count; m++) {
-    memset(edge[m], 0, sizeof edge[m]);
-    memcpy(edge[m], x + m * x_row + whole * BLOCK_INPUTS,
-           (size_t)(inputs - whole * BLOCK_INPUTS) * sizeof(REAL));
-  }
-  for (int64_t o = first; o < last; o += together) {
-    const uint32_t *row[4];
-    const float *factor[4];
-    const REAL *from[4];
-    vec sums[4][4] = {{{0}}};
-    UNROLL for (int r = 0; r < together; r++) { /* past the end, the last one again */
-      int64_t output = o + r < last ? o + r : last - 1;
-      row[r] = (const uint32_t *)w + output * line;
-      factor[r] = (const float *)scale + output * blocks * (BLOCK_INPUTS / GROUP);
-    }
-    for (int64_t b = 0; b < blocks; b++) {
-      words word[4];
-      UNROLL for (int r = 0; r < together; r++) {
-        memcpy(&word[r], row[r] + b * LANES, sizeof(words));
-        __builtin_prefetch(row[r] + b * LANES + 4 * together * line); /* rows are short: four turns */
-      }
+  const int64_t groups = (inputs + GROUP - 1) / GROUP, bytes = groups * GROUP / 2 * 64;
+  for (int64_t begin = 0; begin < inputs; begin += INT4_INPUTS) {
+    Rounded piece[4];
+    int64_t some = inputs - begin < INT4_INPUTS ? inputs - begin : INT4_INPUTS, group = begin / GROUP;
+    UNROLL for (int m = 0; m < count; m++) round_piece(x + m * x_row + begin, some, &piece[m]);
+    for (int64_t o = first; o < last; o += INT4_OUTPUTS) {
+      const char *from = (const char *)w + o / INT4_OUTPUTS * bytes + group * GROUP / 2 * 64;
+      const float *factor = (const float *)scale + o * groups + group * INT4_OUTPUTS;
+      singles sums[PARTS][4][4] = {{{{0}}}};
+      for (int64_t g = 0; g * GROUP < some; g++)
+        UNROLL for (int part = 0; part < PARTS; part++)
+          add_group(count, from + g * GROUP / 2 * 64 + part * VEC_BYTES,
+                    factor + g * INT4_OUTPUTS + part * INTS, piece, g, sums[part]);
       UNROLL for (int m = 0; m < count; m++)
-        from[m] = b < whole ? x + m * x_row + b * BLOCK_INPUTS : edge[m];
-      add_block(count, together, word, from, factor, sums);
-      UNROLL for (int r = 0; r < together; r++) factor[r] += BLOCK_INPUTS / GROUP;
-    }
-    UNROLL for (int r = 0; r < together; r++) if (o + r < last) {
-      UNROLL for (int m = 0; m < count; m++) {
-        REAL sum = total(sums[r][m]);
-        y[m * y_row + o + r] = bias.at ? sum + number(bias, o + r) : sum;
-      }
+        for (int64_t r = 0; r < INT4_OUTPUTS && o + r < last; r++) {
+          REAL *to = y + m * y_row + o + r, sum = sums[r % 16 / INTS][m][r / 16][r % INTS];
+          *to = begin ? *to + sum : bias.at ? sum + number(bias, o + r) : sum;
+        }
     }
   }
 }
@@ -426,7 +468,8 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
                      o + TILE_OUTPUTS < last ? o + TILE_OUTPUTS : last);
     return;
   }
-  const int64_t most = rows > 1 ? 16 : last - first; /* whose weights stay in the cache */
+  /* outputs whose weights stay in the cache */
+  const int64_t most = rows == 1 ? last - first : w.type == INT4 ? INT4_OUTPUTS : 16;
 #define BLOCK(type, count, together)                                                              \
   product_block(type, count, together, x + m * x_row, x_row, w.at, scale, bias, y + m * y_row,    \
                 y_row, inputs, o, o + most < last ? o + most : last)
@@ -434,9 +477,9 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
   if (count == 4) BLOCK(type, 4, 2);      \
   else if (count == 2) BLOCK(type, 2, 4); \
   else BLOCK(type, 1, 4);
-#define BLOCK_OF_INT4(count, together)                                                          \
-  product_of_int4(count, together, x + m * x_row, x_row, w.at, scale.at, bias, y + m * y_row, \
-                  y_row, inputs, o, o + most < last ? o + most : last)
+#define BLOCK_OF_INT4(count)                                                                      \
+  product_of_int4(count, x + m * x_row, x_row, w.at, scale.at, bias, y + m * y_row, y_row, inputs, \
+                  o, o + most < last ? o + most : last)
 #define STREAM                               \
   if (count == 4) BLOCK(AS_REAL, 4, 1);      \
   else if (count == 2) BLOCK(AS_REAL, 2, 1); \
@@ -449,11 +492,11 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
       } else if (w.type == INT4) {
         if (sizeof(REAL) == 8) continue; /* no weight of four bits stands beside float64 */
         if (count == 4)
-          BLOCK_OF_INT4(4, 2);
+          BLOCK_OF_INT4(4);
         else if (count == 2)
-          BLOCK_OF_INT4(2, 4);
+          BLOCK_OF_INT4(2);
         else
-          BLOCK_OF_INT4(1, 4);
+          BLOCK_OF_INT4(1);
       } else if (w.type == AS_REAL || sizeof(REAL) == 8) {
         /* vectors of 64 bytes wait for nothing but the memory, which is fastest in one stream */
         if (sizeof(vec) == 64) {

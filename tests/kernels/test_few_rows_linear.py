@@ -99,10 +99,18 @@ def int4(outputs, inputs, dtype, groups, **more):
     return exact.view(outputs, inputs), IntxUnpackedToInt8Tensor(q, scale, dtype, **more)
 
 
+def rounding(x, exact):
+    """What rounding x to 16 bits may change: each input by a 65,534th of its group's largest."""
+    groups = F.pad(x.double().abs(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    largest = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., : x.shape[-1]]
+    return F.linear(largest, exact.abs()) / 65534
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 23, MOST_ROWS])
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "groups"), [(1, 1, 1), (48, 5, 1), (65, 130, 1), (96, 7, 3), (768, 9, 12)]
+    ("inputs", "outputs", "groups"),
+    [(1, 1, 1), (48, 5, 1), (65, 130, 1), (96, 7, 3), (768, 64, 12), (2112, 9, 66)],
 )
 @torch.no_grad()
 def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
@@ -111,14 +119,29 @@ def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
     y = few_rows_linear(x, weight, bias)
     assert last_backend("few_rows_linear") == "cpu"
     size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
+    rounded = rounding(x, exact)
     exact = F.linear(x.double(), exact, bias.double())
-    allowed = (inputs + 4) * torch.finfo(torch.float32).eps * size
+    allowed = (inputs + 4) * torch.finfo(torch.float32).eps * size + rounded
     if dtype is not torch.float32:
         allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
     assert y.dtype == dtype
     assert ((y - exact).abs() <= allowed).all()
     for row, alone in zip(y, x.split(1), strict=True):
         assert few_rows_linear(alone, weight, bias)[0].equal(row)
+
+
+@torch.no_grad()
+def test_four_bits_take_the_largest_sums_and_keep_what_is_no_number():
+    _, weight = int4(65, 64, torch.float32, 2)
+    weight.scale.fill_(1)
+    for q, x in ((7, 1), (-8, 1), (7, -1), (-8, -1)):
+        weight.qdata.fill_(q)
+        assert few_rows_linear(torch.full((1, 64), float(x)), weight).eq(64 * q * x).all()
+    x = torch.randn(5, 64)
+    x[0, 3], x[1, 40], x[2, 5], x[3], x[4] = float("nan"), float("inf"), -float("inf"), 1e-42, 0
+    y = few_rows_linear(x, weight)
+    assert not y[:3].isfinite().any()
+    assert y[3:].eq(0).all()
 
 
 @torch.no_grad()

@@ -95,6 +95,7 @@ for name, config in (
     wide = {"hidden_size": 64} if config is four else {}
     model = family.causal_lm_class(family.config(**{**family.tiny, **wide})).eval()
     ids = torch.arange(3, 15)[None]
+    unquantized = decoded(model, ids)
     if config is four:  # others keep float32
         quantize_(model, config, lambda m, _: getattr(m, "in_features", 1) % 32 == 0)
     else:
@@ -107,7 +108,10 @@ for name, config in (
         ours = decoded(model, ids)
     assert {("token_step", "cpu"), ("few_rows_linear", "cpu")} <= set(ran), name
     exact = decoded(judge, ids)
-    assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max(), name
+    allowed = 1e-5 * exact.abs().max()
+    if not isinstance(config, Int8WeightOnlyConfig):  # inputs of four bits are rounded to 16
+        allowed += (exact - unquantized).abs().max() / 100
+    assert (ours - exact).abs().max() <= allowed, name
     linear = next(
         m
         for n, m in model.named_modules()

@@ -244,12 +244,13 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
     ``weight ~ scale q``, symmetric, of its ``Int8Tensor`` with a scale a row or of its
     ``IntxUnpackedToInt8Tensor`` of four bits with a scale a row or for groups of 32 inputs or more.
     An entry is off by half its scale: of 8 bits a 254th of its row's greatest number, of 4 bits a
-    15th of its group's.
+    15th of its group's. Beside 4 bits the kernel for few rows rounds each input to 16 bits, by at
+    most a 65,534th of the largest of its 32; llama.cpp rounds inputs to 8 bits.
 
     Returns:
-        q as int8 ``[O, I]`` and O scales; or packed, eight to an int32, and float32 scales for 32
-        inputs each, of which the same object is returned until they change as autograd sees it (not
-        by ``.data``). All contiguous.
+        q as int8 ``[O, I]`` and O scales; or packed as linear.h says, four to an int16, and float32
+        scales for 32 inputs each, of which the same object is returned until they change as
+        autograd sees it (not by ``.data``). All contiguous.
     """
     kind = type(weight).__name__
     if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
@@ -315,16 +316,16 @@ def _pack(q: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor] | Non
         or bool(zero.any())
     ):
         return None
-    block = cpu.block_inputs()
-    padding = -inputs % block
-    nibbles = F.pad(q.to(torch.int32) & 15, (0, padding)).view(outputs, -1, 8, block // 8)
-    packed = torch.zeros_like(nibbles[:, :, 0])
-    for place in range(8):
-        packed |= nibbles[:, :, place] << 4 * place
-    repeats = -(-each // cpu.GROUP)
-    scales = scale.float().repeat_interleave(repeats, dim=1) * 2.0**-28
-    scales = F.pad(scales, (0, packed[0].numel() * 8 // cpu.GROUP - scales.shape[1]))
-    return packed.view(outputs, -1), scales
+    added = -outputs % 64, -inputs % cpu.GROUP  # to whole blocks
+    q = F.pad(q.to(torch.int32), (0, added[1], 0, added[0])) + 8
+    nibbles = q.view(-1, 4, 16, q.shape[1] // 2, 2).permute(1, 0, 3, 2, 4)
+    places = torch.arange(0, 16, 4, dtype=torch.int32).view(4, 1, 1, 1, 1)
+    packed = (nibbles << places).sum(0, dtype=torch.int32).to(torch.int16)
+    scales = scale.float().repeat_interleave(-(-each // cpu.GROUP), dim=1)
+    scales = F.pad(scales, (0, 0, 0, added[0])).view(-1, 4, 16, scales.shape[1]).permute(0, 3, 1, 2)
+    scales = scales.contiguous()
+    scales[:, :, 1] /= 16
+    return packed.reshape(len(q), -1)[:outputs], scales.view(len(q), -1)[:outputs]
 
 
 __all__ = [

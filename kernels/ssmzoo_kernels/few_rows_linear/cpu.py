@@ -12,7 +12,7 @@ from torch import Tensor
 from ssmzoo_kernels import machine, native
 
 HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
-FEW_BITS = {torch.int8: 3, torch.int32: 4}  # weights as they are stored; int32 has eight of 4 bits
+FEW_BITS = {torch.int8: 3, torch.int16: 4}  # weights as they are stored; int16 has four of 4 bits
 GROUP = 32  # inputs that share a scale where weights have four bits
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
@@ -30,16 +30,6 @@ def load(dtype: torch.dtype, rows: Literal["few", "many"] = "few") -> Callable[.
     kernel.argtypes = (_pointer, *matrix, _pointer, _pointer, *[_number] * 3, ctypes.c_int)
     kernel.restype = None
     return kernel
-
-
-@functools.cache
-def block_inputs() -> int:
-    """Return in blocks of how many inputs weights of four bits are packed."""
-    count = native.library(
-        Path(__file__).with_name("few_rows_linear.c"), torch.float32
-    ).block_inputs
-    count.restype = _number
-    return count()
 
 
 @functools.cache

@@ -4,7 +4,9 @@
 void few_rows_linear(const REAL *x, const void *w, int64_t type, const void *scale,
                      int64_t scale_type, const REAL *bias, REAL *y, int64_t rows, int64_t inputs,
                      int64_t outputs, int threads) {
-  const int64_t block = 64;
+  /* blocks of four bits round x anew */
+  const int64_t each = type == INT4 ? (outputs + threads - 1) / threads : 64;
+  const int64_t block = (each + INT4_OUTPUTS - 1) / INT4_OUTPUTS * INT4_OUTPUTS;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t first = 0; first < outputs; first += block) {
     Numbers weights = {w, type}, scales = {scale, scale_type}, added = {bias, AS_REAL};
@@ -12,6 +14,3 @@ void few_rows_linear(const REAL *x, const void *w, int64_t type, const void *sca
     product(weights, scales, added, rows, x, inputs, y, outputs, inputs, first, last);
   }
 }
-
-/* How many weights of four bits a block has, in which they are packed. */
-int64_t block_inputs(void) { return BLOCK_INPUTS; }

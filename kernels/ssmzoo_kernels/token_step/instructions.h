@@ -73,7 +73,7 @@ static void output(const Call *call, const Instruction *x) {
 
 /* size: inputs, outputs; data: weight, bias, scale of each output */
 static void linear(const Call *call, const Instruction *x) {
-  Span span = share(call, x->size[1], 4);
+  Span span = share(call, x->size[1], x->data[0].type == INT4 ? INT4_OUTPUTS : 4);
   if (span.first >= span.last) return;
   product(x->data[0], x->data[2], x->data[1], call->rows, at(call, x->in[0]), x->in[0].stride,
           at(call, x->out), x->out.stride, x->size[0], span.first, span.last);
