@@ -11,7 +11,7 @@
 #endif
 
 enum { AS_REAL, BFLOAT16, FLOAT16, INT8, INT4 };
-enum { STREAM_BYTES = 4096 }; /* bytes that a stream is asked for ahead */
+enum { STREAM_BYTES = 8192 }; /* bytes that a stream is asked for ahead */
 
 /* Numbers of one of the types above. */
 typedef struct {
@@ -498,8 +498,8 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
         else
           BLOCK_OF_INT4(1);
       } else if (w.type == AS_REAL || sizeof(REAL) == 8) {
-        /* vectors of 64 bytes wait for nothing but the memory, which is fastest in one stream */
-        if (sizeof(vec) == 64) {
+        /* vectors of 32 bytes wait for nothing but the memory, which is fastest in one stream */
+        if (sizeof(vec) >= 32) {
           STREAM
         } else {
           CASES(AS_REAL)
