@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from ssmzoo.modeling import (
     CausalConv1d,
+    DerivedValue,
     Dynamics,
     GroupRMSNorm,
     LayerState,
@@ -120,6 +121,7 @@ class LinearAttentionMixer(SSMMixer):
         eps = config.rms_norm_eps if config.out_norm_eps is None else config.out_norm_eps
         self.out_norm = GroupRMSNorm(normed, eps, group) if group else None
         self.out_proj = Linear(inner, config.hidden_size, bias=False)
+        self._room: DerivedValue[Tensor] = DerivedValue()
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, packing: Sequences | None = None
@@ -131,6 +133,7 @@ class LinearAttentionMixer(SSMMixer):
         ``position [B]``.
         """
         config = self.config
+        self._room.refresh(hidden_states, state)
         mixed, decay, beta, gate = self.in_proj(hidden_states).split(self.splits, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             mixed = self._normed_keys(mixed, self.q_norm, self.k_norm)
@@ -226,7 +229,8 @@ class LinearAttentionMixer(SSMMixer):
         config, ssd = self.config, self.config.beta == "dt"
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
-        plain = not config.delta_rule and config.feature_map == "identity" and not config.skip
+        plain = not config.delta_rule and not config.skip
+        plain = plain and config.feature_map in ("identity", "complement")
         plain = plain and config.beta == "none" and (config.decay == "none" or not softplus)
         served = (plain or self.conv1d is not None) and (plain or not config.rotary)
         served = served and ((ssd and config.feature_map == "silu") or delta or plain)
@@ -244,7 +248,7 @@ class LinearAttentionMixer(SSMMixer):
         rest = (config.key_heads, recurrent(program, states["ssm"]))
         if plain:
             tau = parts.setting(config, "gate_logit_normalizer")
-            y = self._write_sum(program, (q, k, v), decay, dt_bias, states, tau)
+            y = self._write_sum(program, parts, (q, k, v), decay, dt_bias, states, tau)
         elif ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
@@ -269,22 +273,30 @@ class LinearAttentionMixer(SSMMixer):
     def _write_sum(
         self,
         program: Program,
+        parts: ModuleParts,
         heads: tuple[Value, Value, Value],
         decay: Value,
         dt_bias: Tensor | None,
         states: Mapping[str, State],
         tau: float | None,
     ) -> Value:
-        """Write linear attention as it is in GLA and RetNet, from queries, keys and values."""
+        """Write linear attention as it is in GLA, RetNet and HGRN2, from queries, keys, values."""
         config, (q, k, v) = self.config, heads
-        if config.rotary:
+        shrink: Value | Tensor | None = None
+        if config.feature_map == "complement":
+            q = program.gated(q, q, by="sigmoid")
+            # k = (1 - b) sigmoid(-x), and the decay is its complement
+            k = program.map(decay, "sigmoid", factor=-1.0)
+            if self.layer_idx:
+                k = program.map(k, weight=parts.derived(self._headroom))
+            shrink = program.map(k, factor=-1.0, bias=torch.ones(k.width, dtype=program.dtype))
+        elif config.rotary:
             seen = states["position"].number
             q, k = (program.rotate(y, config.head_k_dim, 10_000.0, seen) for y in (q, k))
             program.count(seen, 1)
-        shrink: Value | Tensor | None = None
         if config.decay == "fixed":
             shrink = fixed_decays(config.num_heads).exp().to(program.dtype)
-        elif tau is not None:
+        elif shrink is None and tau is not None:
             # logsigmoid(x) = -softplus(-x)
             away = program.map(program.map(decay, bias=dt_bias), "softplus", factor=-1.0)
             shrink = program.map(away, "exp", factor=-1 / tau)
@@ -365,6 +377,11 @@ class LinearAttentionMixer(SSMMixer):
                 "layer_idx=0, which has none, or the layer of a LinearAttentionModel"
             )
         return self.owner[0].lower_bounds(self.layer_idx).to(like).view(like.shape[2:])
+
+    def _headroom(self) -> Tensor:
+        """Return ``1 - b`` ``[H K]``, the same object until the lower bounds change."""
+        bounds = self.owner[0].lower_bounds
+        return self._room.get(bounds, self.layer_idx, lambda: 1 - bounds(self.layer_idx))
 
     def _turns(
         self, x: Tensor, state: LayerState, packing: Sequences | None

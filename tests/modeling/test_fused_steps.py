@@ -38,6 +38,8 @@ MAMBA2 = {**SCALAR, "delta_rule": False, "beta": "dt", "feature_map": "silu", "s
 MAMBA2 |= {"out_norm": "gated_group", "out_gate": "silu", "gate_rank": None}
 SUM = {"decay": "channel", "decay_rank": None, "gate_logit_normalizer": 16, "delta_rule": False}
 SUM |= {"beta": "none", "feature_map": "identity"}
+HGRN2 = {**SUM, "feature_map": "complement", "gate_logit_normalizer": 1, "num_key_heads": None}
+HGRN2 |= {"d_conv": None, "conv_bias": False, "out_gate": "none", "gate_rank": None}
 
 # settings of every path that programs are written for
 SERVED: list[tuple[str, dict[str, Any]]] = [
@@ -72,6 +74,7 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
     ("linear_attention", SUM),
     ("linear_attention", {**SUM, "decay": "fixed", "gate_logit_normalizer": None, "rotary": True}),
     ("linear_attention", {**SUM, "decay": "none", "gate_logit_normalizer": None}),
+    ("linear_attention", HGRN2),
     ("rwkv7", {}),
     ("rwkv7", {"norm_type": "rms"}),
     ("mamba3", {}),
@@ -290,6 +293,20 @@ def test_settings_of_a_mixer_that_change_later_take_effect(
         else:
             change(layer.mixer)
     after = decode(model, x)
+    assert distance(after, layered(model, x)) <= 1e-5
+    assert distance(after, before) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("behind_autograd", [False, True])
+def test_lower_bounds_of_the_model_that_change_later_take_effect(behind_autograd: bool) -> None:
+    model, x = model_of("linear_attention", **HGRN2), ids()
+    before = decode(model, x)
+    assert all(steps(model))
+    bounds = model.model.lower_bounds.weight
+    (bounds.data if behind_autograd else bounds)[1] = 3
+    after = decode(model, x)
+    assert all(steps(model))
     assert distance(after, layered(model, x)) <= 1e-5
     assert distance(after, before) > 1e-3
 
