@@ -46,7 +46,6 @@ _VECTORS = {
     "__AVX2__": "avx2",
     "__AVX__": "avx",
     "__SSE2__": "sse2",
-    "__ARM_FEATURE_SVE": "sve",
     "__ARM_NEON": "asimd",
 }
 _PROBE = """#include "vector.h"
