@@ -6,9 +6,8 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from ssmzoo.modeling import SSMConfig, suggestion
-
-from .kinds import Kind, kind_of, known_kinds
+from ssmzoo import families
+from ssmzoo.modeling import Kind, SSMConfig, kind_of, suggestion
 
 
 @strict
@@ -55,7 +54,7 @@ class HybridConfig(SSMConfig):
 
     def kind(self, name: str) -> Kind:
         """Return a kind of layer: its configuration, and the family whose mixers it has."""
-        return kind_of(name, self.kinds.get(name, {}), self)
+        return kind_of(f"kinds[{name!r}]", self.kinds.get(name, {}), self, name)
 
     def _found(self, name: str) -> Kind:
         try:
@@ -63,7 +62,7 @@ class HybridConfig(SSMConfig):
         except LookupError as error:
             if name in self.kinds:
                 raise
-            known = [*self.kinds, *known_kinds()]
+            known = [*self.kinds, "attention", *(name for name in families() if name != "hybrid")]
             raise LookupError(
                 f"mixers: no kind {name!r}{suggestion(name, known)}; there are "
                 f"{', '.join(dict.fromkeys(known))}, and those of a section with a family in kinds"

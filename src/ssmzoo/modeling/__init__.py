@@ -31,6 +31,7 @@ from ssmzoo.modeling.dynamics import Dynamics, Trajectories
 from ssmzoo.modeling.forecasting import SSMDecoder, SSMForecastingConfig, SSMForForecasting
 from ssmzoo.modeling.head import SSMHead
 from ssmzoo.modeling.hippo import hippo_legs
+from ssmzoo.modeling.kinds import Kind, kind_of
 from ssmzoo.modeling.layer_state import LayerState
 from ssmzoo.modeling.layers import (
     MLP,
@@ -81,6 +82,7 @@ __all__ = [
     "Dropout",
     "Dynamics",
     "GroupRMSNorm",
+    "Kind",
     "LayerNorm",
     "LayerState",
     "Linear",
@@ -119,6 +121,7 @@ __all__ = [
     "hippo_legs",
     "inverse_softplus",
     "is_token",
+    "kind_of",
     "load_state",
     "load_state_adapter",
     "packed_piece",

@@ -4,7 +4,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ssmzoo.modeling import Attention, AttentionConfig, SSMModel, SSMPreTrainedModel
+from ssmzoo.modeling.attention import Attention, AttentionConfig
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.pretrained import SSMPreTrainedModel
 
 
 class AttentionPreTrainedModel(SSMPreTrainedModel):

@@ -1,4 +1,4 @@
-"""Kinds of layers: a section of the configuration, and what it stands for."""
+"""Mixers of other families in one model: a section of the configuration, and what it stands for."""
 
 import dataclasses
 import functools
@@ -10,10 +10,12 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from ssmzoo import families, load_family
-from ssmzoo.modeling import AttentionConfig, SSMConfig, SSMModel, suggestion
-
-from .attention import AttentionModel
+from ssmzoo.environment.messages import suggestion
+from ssmzoo.family import load_family
+from ssmzoo.modeling.attention import AttentionConfig
+from ssmzoo.modeling.attention_model import AttentionModel
+from ssmzoo.modeling.backbone import SSMModel
+from ssmzoo.modeling.configuration import SSMConfig
 
 _TRANSFORMERS, _SHARED = (
     [field.name for field in dataclasses.fields(kind)] for kind in (PreTrainedConfig, SSMConfig)
@@ -22,7 +24,7 @@ _TRANSFORMERS, _SHARED = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer.
+    """A kind of mixer.
 
     Attributes:
         family: The name of the family that its mixers are of.
@@ -43,27 +45,37 @@ class Kind:
         return {"family": self.family, **own}
 
 
-def kind_of(name: str, section: Mapping[str, Any], model: SSMConfig) -> Kind:
-    """Return a kind of layer; equal arguments give the same one.
+def kind_of(
+    where: str,
+    section: Mapping[str, Any],
+    model: SSMConfig,
+    name: str | None = None,
+    **instead: Any,
+) -> Kind:
+    """Return a kind of mixer; equal arguments give the same one.
 
     Args:
-        name: Its name, for errors.
-        section: Its own fields; ``family`` where the name is not a family's, ``preset`` whose
-            fields come first.
-        model: The configuration with the fields that all layers share.
+        where: The section, for errors: the field that holds it, perhaps with a key.
+        section: Its own fields; ``family``, and ``preset`` whose fields come first.
+        model: The configuration with the fields that all mixers share.
+        name: The family of a section that has no ``family``.
+        **instead: Fields that the mixers get in place of the model's.
 
     Raises:
         LookupError: There is no such family, preset or field.
-        ValueError: A field is not a section's, is out of its range, or does not fit the others.
+        ValueError: A field is not a section's, is out of its range, or does not fit the others; no
+            family is named.
     """
     shared = {name: getattr(model, name) for name in _SHARED if name not in _TRANSFORMERS}
-    return _kind(name, json.dumps(section), json.dumps(shared))
+    return _kind(where, name, json.dumps(section), json.dumps({**shared, **instead}))
 
 
 @functools.lru_cache(maxsize=256)  # to find a family reads files, and models ask again and again
-def _kind(name: str, section: str, shared: str) -> Kind:
-    fields, where = json.loads(section), f"kinds[{name!r}]"
+def _kind(where: str, name: str | None, section: str, shared: str) -> Kind:
+    fields = json.loads(section)
     family, preset = fields.pop("family", name), fields.pop("preset", None)
+    if family is None:
+        raise ValueError(f"{where} must name a family in its field family, got {section}")
     kind, model_class, presets = _source(where, family, family == name)
     if preset is not None and preset not in presets:
         raise LookupError(
@@ -99,7 +111,7 @@ def _source(
     except LookupError as error:
         way = "; name one in its field family" if by_name else ""
         raise LookupError(f"{where}: {error}{way}") from error
-    if family == "hybrid" or not issubclass(found.model_class, SSMModel):
+    if getattr(found.model_class, "mixer_class", None) is None:
         raise ValueError(
             f"{where} must be of a family that has mixers of its own, got {family!r}, whose "
             f"{found.model_class.__name__} has none"
@@ -115,7 +127,8 @@ def _require_own(where: str, family: str, kind: type[SSMConfig], fields: Mapping
     for name in fields:
         if name in _SHARED:
             raise ValueError(
-                f"{where} must not set {name}, which all layers share; set it beside mixers"
+                f"{where} must not set {name}, which all layers share; set it beside "
+                f"{where.partition('[')[0]}"
             )
         if name in kind.own_model:
             raise ValueError(
@@ -127,8 +140,3 @@ def _own(kind: type[SSMConfig]) -> list[str]:
     """Return the names of the fields that a section of a family has."""
     others = (*_SHARED, *kind.own_model)
     return [field.name for field in dataclasses.fields(kind) if field.name not in others]
-
-
-def known_kinds() -> list[str]:
-    """Return the names of kinds that need no section."""
-    return ["attention", *(name for name in families() if name != "hybrid")]
