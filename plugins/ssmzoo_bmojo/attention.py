@@ -47,7 +47,8 @@ from .memory import (
 class BMojoAttention(nn.Module):
     """Attend to window, fading and eidetic memory with one softmax; a layer may lack memories.
 
-    ``out = o_proj(sum softmax(q [k_window | k_fading | k_eidetic] / sqrt(d)) [v ...])``.
+    ``out = o_proj(sum softmax(q [k_window | k_fading | k_eidetic] / sqrt(d)) [v ...])``; with
+    ``qk_norm`` q and all k are normed first, then turned.
     """
 
     def __init__(self, config: BMojoConfig, kind: str) -> None:
@@ -67,18 +68,22 @@ class BMojoAttention(nn.Module):
         self.relative = config.innovation_error == "relative"
         self.heads, self.groups, self.size = heads, groups, size
         self.theta = config.rope_theta if config.use_rope else None
-        self.q_proj = _projection(width, heads * size)
-        self.k_proj = _projection(width, groups * size)
-        self.v_proj = _projection(width, groups * size)
-        self.o_proj = Linear(heads * size, width, bias=False, role="attention_end")
+        biased = config.attention_bias
+        self.q_proj = _projection(width, heads * size, biased)
+        self.k_proj = _projection(width, groups * size, biased)
+        self.v_proj = _projection(width, groups * size, biased)
+        out_bias = config.attention_out_bias
+        self.o_proj = Linear(heads * size, width, out_bias, role="attention_end")
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
         self.fading_norm = None
         self.memory_k_proj = self.memory_v_proj = None
         if self.fading:
             if config.fading_norm:
                 self.fading_norm = RMSNorm(width, config.rms_norm_eps)
             if not config.tie_memory_proj:
-                self.memory_k_proj = _projection(width, groups * size)
-                self.memory_v_proj = _projection(width, groups * size)
+                self.memory_k_proj = _projection(width, groups * size, biased)
+                self.memory_v_proj = _projection(width, groups * size, biased)
                 # in lists, or they would be registered twice
                 self.memory_k_proj.copy_of = [self.k_proj]  # pyright: ignore[reportArgumentType]
                 self.memory_v_proj.copy_of = [self.v_proj]  # pyright: ignore[reportArgumentType]
@@ -107,7 +112,8 @@ class BMojoAttention(nn.Module):
         shape = tokens.shape[:2]
         call = self._call(tokens, state, packing)
         turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
-        q = self._rotated(self.q_proj(tokens).view(call.tokens, self.heads, self.size), turns)
+        q = self.q_proj(tokens).view(call.tokens, self.heads, self.size)
+        q = self._rotated(self._normed(q, self.q_norm), turns)
         k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
         q, keys, values = (by_sequence(x, shape) for x in (q, k, v))
         if self.window is None:
@@ -162,6 +168,11 @@ class BMojoAttention(nn.Module):
         }
         seen, window = numbers["seen"], self.window
         q, k, v = (parts.linear(program, x, f"{name}_proj") for name in "qkv")
+        if self.q_norm is not None:
+            q, k = (
+                parts.norm(program, z, name, group=self.size)
+                for z, name in ((q, "q_norm"), (k, "k_norm"))
+            )
         theta = parts.setting(self, "theta")
         if theta is not None:
             q, k = (program.rotate(z, self.size, theta, seen) for z in (q, k))
@@ -360,13 +371,17 @@ class BMojoAttention(nn.Module):
             if not plain:  # torchao quantises no input without rows
                 none = x.new_empty(shape)
                 return none, none
-        return self._rotated(k_proj(x).view(shape), turns), v_proj(x).view(shape)
+        k = self._normed(k_proj(x).view(shape), self.k_norm)
+        return self._rotated(k, turns), v_proj(x).view(shape)
+
+    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        return x if norm is None else norm(x).to(x.dtype)
 
     def _rotated(self, x: Tensor, turns: Turns | None) -> Tensor:
         """Turn the halves of ``[..., H, d]`` against each other, the more the later, if at all."""
         return x if turns is None else rotated(x, turns).to(x.dtype)
 
 
-def _projection(inputs: int, outputs: int) -> Linear:
+def _projection(inputs: int, outputs: int, bias: bool) -> Linear:
     """Return a linear map whose initial weights are normal."""
-    return Linear(inputs, outputs, bias=False, role="attention")
+    return Linear(inputs, outputs, bias, role="attention")

@@ -1,11 +1,12 @@
 """Configuration of B'MOJO (arXiv 2407.06324)."""
 
+import dataclasses
 import math
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from huggingface_hub.dataclasses import strict
 
-from ssmzoo.modeling import SSMConfig, suggestion
+from ssmzoo.modeling import Kind, SSMConfig, kind_of, suggestion
 
 MIXER_TYPES = ("bmojo", "bmojo_f", "mamba", "swa", "attention")
 MOST_REMEMBERED = 65_536
@@ -37,6 +38,10 @@ class BMojoConfig(SSMConfig):
         innovation_span: k, outputs that predict the next one.
         innovation_weights: "uniform", or "exp" for weights that halve with every step back.
         innovation_error: "absolute" mean square, or "relative" to the output's size.
+        ssm: The state-space model: empty for Mamba's block, which the next fields are of, or the
+            fields of another family's mixer, with ``family`` and optionally ``preset``. It must be
+            causal, with a state of fixed size. A built configuration has all fields of it but those
+            that all layers share.
         expand: The state-space model's inner width is ``expand * hidden_size``.
         d_state: N, state columns per channel.
         d_conv: Taps of its causal convolution.
@@ -46,6 +51,9 @@ class BMojoConfig(SSMConfig):
         num_attention_heads: H, query heads; None: one for every 64 features.
         num_key_value_heads: G, key and value heads; None: as many.
         head_dim: d of a head; None: ``hidden_size / H``.
+        qk_norm: RMSNorm of each head's query and key, of memories too, before positions.
+        attention_bias: Biases of queries, keys and values.
+        attention_out_bias: Bias of attention's output.
     """
 
     model_type = "ssmzoo_bmojo"
@@ -75,6 +83,7 @@ class BMojoConfig(SSMConfig):
     innovation_span: int = 4
     innovation_weights: Literal["uniform", "exp"] = "uniform"
     innovation_error: Literal["absolute", "relative"] = "absolute"
+    ssm: dict[str, Any] = dataclasses.field(default_factory=dict)
     expand: int = 2
     d_state: int = 16
     d_conv: int = 4
@@ -84,6 +93,9 @@ class BMojoConfig(SSMConfig):
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
     mlp_type: Literal["gelu", "swiglu"] = "swiglu"
 
     def __post_init__(self, **kwargs: object) -> None:
@@ -107,6 +119,9 @@ class BMojoConfig(SSMConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.fading_norm is None:
             self.fading_norm = self.wiring == "serial"
+        if self.ssm:
+            SSMConfig.check(self)  # no section is to blame for these fields
+            self.ssm = self.ssm_kind.section
 
     def check(self) -> None:
         """Fail unless the fields fit each other.
@@ -151,6 +166,36 @@ class BMojoConfig(SSMConfig):
             raise ValueError(f"rope_theta must be positive and finite, got {self.rope_theta}")
         self.check_time_steps(self.dt_min, self.dt_max)
         self.rank_of(self.dt_rank)
+
+    @property
+    def ssm_kind(self) -> Kind:
+        """Whose mixers the state-space model is, where ``ssm`` names a family.
+
+        Raises:
+            LookupError: There is no such family, preset or field.
+            ValueError: A field does not fit, or no mixer of the family can stand there.
+        """
+        # B'MOJO itself is what reads in both directions
+        kind = kind_of("ssm", self.ssm, self, directions="forward")
+        config, mixer = kind.config, kind.model_class.mixer_class
+        for met, rule in (
+            (kind.family not in ("attention", "bmojo"), "be of another family"),
+            (config.causal, "be causal"),
+            (config.decodable, "have outputs that do not depend on the sequence's length"),
+            (not config.state_grows, "have a state of fixed size"),
+            (not (mixer.reads_residual or config.token_inputs), "read its input alone"),
+        ):
+            if not met:
+                raise ValueError(
+                    f"ssm must {rule}, got a mixer of {kind.family}; take one that does, such as "
+                    "linear_attention's"
+                )
+        return kind
+
+    @property
+    def finds_families(self) -> bool:
+        """Whether ``ssm`` names a family."""
+        return bool(self.ssm)
 
     @property
     def state_grows(self) -> bool:

@@ -1,8 +1,9 @@
 """B'MOJO that starts from an attention layer: its own attention is the same, in a window.
 
 With rotary positions the state-space model's outputs go to attention alone (``wiring="parallel"``),
-so that a new layer gives what the window alone would give, but for its fading memory. Biases, norms
-of queries and keys, and scaled rotary positions have no counterpart.
+so that a new layer gives what the window alone would give, but for its fading memory. Scaled rotary
+positions have no counterpart. A state-space model of another family starts as that family's own
+mixers do.
 """
 
 from collections.abc import Mapping
@@ -10,42 +11,69 @@ from typing import Any
 
 from torch import nn
 
+from ssmzoo import Family, load_family
+
 from .modeling_bmojo import BMojoMixer
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
 def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return heads and positions of an attention's configuration."""
-    found = {
+    """Return heads, biases, norms and positions of an attention's configuration.
+
+    And, in ``ssm``, the sizes of another family's mixer, where ``given`` names one.
+    """
+    found: dict[str, Any] = {
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.groups,
         "head_dim": attention.head_width,
+        "qk_norm": attention.qk_norm,
+        "attention_bias": attention.attention_bias,
+        "attention_out_bias": attention.attention_out_bias,
     }
     rope = attention.rope_parameters
     if rope is not None:
         found |= {"use_rope": True, "rope_theta": rope["rope_theta"], "wiring": "parallel"}
+    ssm = given.get("ssm") or {}
+    family = _family(ssm)
+    if family is not None and family.from_attention is not None:
+        chosen = family.presets.get(ssm.get("preset", ""), {})
+        found["ssm"] = family.from_attention.fields(attention, {**chosen, **ssm})
     return found
 
 
 def copy(attention: nn.Module, mixer: BMojoMixer) -> None:
-    """Copy queries, keys, values and outputs, also for fading memory where it has its own.
+    """Copy queries, keys, values, outputs and norms, also for fading memory where it has its own.
 
     Raises:
-        ValueError: The mixer's attention has other sizes.
+        ValueError: The mixer's attention has other sizes, or its state-space model has.
     """
+    family = _family(mixer.config.ssm)
+    if family is not None and family.from_attention is not None and mixer.ssm is not None:
+        family.from_attention.copy(attention, mixer.ssm)
     ours: Any = mixer.attention
     if ours is None:
         return
-    for name in _PROJECTIONS:
-        old, new = getattr(attention, name).weight, getattr(ours, name).weight
-        if old.shape != new.shape:
+    for name in _LAYERS:
+        _copy_layer(name, getattr(attention, name), getattr(ours, name))
+    for name in ("k_proj", "v_proj"):
+        _copy_layer(name, getattr(attention, name), getattr(ours, f"memory_{name}"))
+
+
+def _family(ssm: Mapping[str, Any]) -> Family | None:
+    """Return the family of a state-space model, None of Mamba's block."""
+    return load_family(ssm["family"]) if "family" in ssm else None
+
+
+def _copy_layer(name: str, old: Any, new: Any) -> None:
+    """Copy a layer's parameters where both have them."""
+    for part in ("weight", "bias"):
+        given, ours = getattr(old, part, None), getattr(new, part, None)
+        if given is None or ours is None:
+            continue
+        if given.shape != ours.shape:
             raise ValueError(
                 f"B'MOJO must have the heads of the attention that it starts from, {name} of "
-                f"{list(old.shape)}, got {list(new.shape)}; set its fields so"
+                f"{list(given.shape)}, got {list(ours.shape)}; set its fields so"
             )
-        new.copy_(old)
-    for name in ("k_proj", "v_proj"):
-        memory = getattr(ours, f"memory_{name}")
-        if memory is not None:
-            memory.weight.copy_(getattr(attention, name).weight)
+        ours.copy_(given)

@@ -11,7 +11,8 @@ w window, m_f fading and m_e eidetic tokens, n chunks, H heads, G key heads, d o
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from dataclasses import replace
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     State,
+    UnservedError,
     inverse_softplus,
     is_token,
     recurrent,
@@ -43,6 +45,9 @@ from ssmzoo_kernels.token_step import Program, Value
 
 from .attention import BMojoAttention
 from .configuration_bmojo import BMojoConfig
+
+_INNER = "ssm_"  # names of another family's states begin so in a layer's cache
+_T = TypeVar("_T")
 
 
 class BMojoSSM(SSMMixer):
@@ -133,6 +138,8 @@ class BMojoMixer(SSMMixer):
 
     ``"serial"``: ``y + attention(norm(x + y), y)`` with ``y = ssm(u)``, x the residual stream and
     ``u = norm(x)`` the input; ``"parallel"``: ``attention(u, y)``.
+
+    With ``config.ssm`` the state-space model is another family's mixer.
     """
 
     reads_residual = True
@@ -146,11 +153,25 @@ class BMojoMixer(SSMMixer):
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         kind = config.mixer_types[layer_idx]
-        self.ssm = None if kind in ("swa", "attention") else BMojoSSM(config, layer_idx)
+        self.ssm = None
+        if kind not in ("swa", "attention"):
+            self.ssm = self._foreign(config) if config.ssm else BMojoSSM(config, layer_idx)
         self.attention = None if kind == "mamba" else BMojoAttention(config, kind)
         self.attn_norm = None
         if self.ssm is not None and self.attention is not None and config.wiring == "serial":
             self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def _foreign(self, config: BMojoConfig) -> SSMMixer:
+        """Return a mixer of another family, marked for those who draw its parameters."""
+        kind = config.ssm_kind
+        ssm = kind.model_class.mixer_class(kind.config, self.layer_idx)
+        ssm.param_branch = BMojoSSM.param_branch
+        for module in ssm.modules():
+            vars(module)["is_foreign"] = True
+        self.written_in_place |= {_INNER + name for name in ssm.written_in_place}
+        if ssm.startable_states is not None:
+            self.startable_states = frozenset(_INNER + name for name in ssm.startable_states)
+        return ssm
 
     def forward(
         self,
@@ -159,8 +180,18 @@ class BMojoMixer(SSMMixer):
         packing: Sequences | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Map ``[B, L, D]`` to ``[B, L, D]``; ``residual`` is the residual stream."""
-        y = None if self.ssm is None else self.ssm(hidden_states, state, packing)
+        """Map ``[B, L, D]`` to ``[B, L, D]``; ``residual`` is the residual stream.
+
+        The state is that of attention and that of the state-space model, whose names begin with
+        ``ssm_`` where it is another family's.
+        """
+        y = None
+        if isinstance(self.ssm, BMojoSSM):
+            y = self.ssm(hidden_states, state, packing)
+        elif self.ssm is not None:
+            inner = replace(state, initial=_inner(state.initial), final={})
+            y = self.ssm(hidden_states, inner, packing)
+            state.final.update({_INNER + name: final for name, final in inner.final.items()})
         if self.attention is None:
             return cast(Tensor, y)
         if y is None or self.attn_norm is None:
@@ -178,8 +209,12 @@ class BMojoMixer(SSMMixer):
         """Write one token of :meth:`forward`."""
         y = None
         if self.ssm is not None:
-            ssm = parts.within("ssm", BMojoSSM)
-            y = ssm.root.write_token(program, ssm, x, states)
+            ssm = parts.within("ssm")
+            foreign = not isinstance(ssm.root, BMojoSSM)
+            if not ssm.root.writes_tokens or ssm.root.hands_on:
+                raise UnservedError
+            own = _inner(states) if foreign else states
+            y = ssm.root.write_token(program, ssm, x, own)
         if self.attention is None:
             return cast(Value, y)
         attention = parts.within("attention", BMojoAttention)
@@ -190,12 +225,21 @@ class BMojoMixer(SSMMixer):
 
     def next_is_written(self, state: LayerState) -> bool:
         """Tell whether the next token ends no chunk, after which memories are others."""
+        if self.ssm is not None and not isinstance(self.ssm, BMojoSSM):
+            inner = replace(state, initial=_inner(state.initial))
+            if not self.ssm.next_is_written(inner):
+                return False
         attention = self.attention
         if attention is None or attention.window is None:
             return True
         if not (attention.fading or attention.eidetic):
             return True
         return all((seen + 1) % attention.window for seen in state.initial["seen"].tolist())
+
+
+def _inner(states: Mapping[str, _T]) -> dict[str, _T]:
+    """Return the states of a layer that another family's mixer in it has, by their own names."""
+    return {n.removeprefix(_INNER): s for n, s in states.items() if n.startswith(_INNER)}
 
 
 class BMojoPreTrainedModel(SSMPreTrainedModel):
@@ -218,8 +262,12 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
         q, k, v                           N(0, initializer_range^2)
         ``memory_k_proj``, ``_v_proj``    copies of k and v
         ends of branches                  theirs over sqrt(all branches)
+        ``ssm`` of another family         as that family draws it
         ================================= =========================================
         """
+        if getattr(module, "is_foreign", False):
+            self.config.ssm_kind.drawer._init_weights(module)
+            return
         super()._init_weights(module)
         config = self.config
         if isinstance(module, BMojoSSM):

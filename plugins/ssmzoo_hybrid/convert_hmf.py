@@ -2,7 +2,8 @@
 
 Their bodies are Llama's, Qwen2's and Qwen3's. Layers that attend ("*", "SWA") stay what they are;
 "GDN" and "M2" are gated DeltaNet and Mamba2 of the family linear attention. In those, queries share
-heads of keys and values; ours have a copy of them for each query head, so nothing goes back.
+heads of keys and values; ours have a copy of them for each query head, so nothing goes back. "BMF"
+is B'MOJO-F, which has one of those two for its state-space model.
 """
 
 import re
@@ -16,7 +17,9 @@ from .configuration_hybrid import HybridConfig
 BODIES = {f"hybrid_{body}": body for body in ("llama", "qwen2", "qwen3")}
 _PATTERN = "hybrid_override_pattern"
 _KINDS = {"*": "attention", "SWA": "window", "GDN": "gated_deltanet", "M2": "mamba2"}
-_MIXERS = {"*": "self_attn.", "SWA": "swa.", "GDN": "gdn.", "M2": "mamba."}
+_KINDS["BMF"] = "bmojo_f"
+_MIXERS = {"*": "self_attn.", "SWA": "swa.", "GDN": "gdn.", "M2": "mamba.", "BMF": "bmojo_f."}
+_SSMS = {"mamba2": "M2", "gdn": "GDN", "gated_deltanet": "GDN"}  # of "BMF", by their names
 # fields that their attention does not read, or that are of layers
 _OWN = {_PATTERN, "layer_types", "base_model_name_or_path", "max_window_layers", "sliding_window"}
 _OWN |= {f"{kind}_config" for kind in ("swa", "gdn", "mamba2", "gka", "bmojo")}
@@ -59,6 +62,8 @@ def hybrid_of(config: dict[str, Any], body: HybridConfig) -> HybridConfig:
         kinds["SWA"]["sliding_window"] = window
     kinds["GDN"] = every | _gdn(config.get("gdn_config") or {})
     kinds["M2"] = every | _mamba2(config, body)
+    if "BMF" in types:
+        kinds["BMF"] = _bmojo_f(config, body, kinds[_ssm_of(config)])
     used = dict.fromkeys(types)
     return HybridConfig.from_dict(
         body.to_dict(),
@@ -82,20 +87,84 @@ def as_body(
             layers[index][found[3]] = tensor
         else:
             weights[name] = tensor
+    sizes = groups, heads, size
     for index, (kind, mixer) in enumerate(zip(types, layers, strict=True)):
-        if kind == "GDN":
-            mixer = _stacked_gdn(mixer, groups, heads)
-        elif kind == "M2":
-            mixer = _turned_mamba2(mixer, groups, heads, size)
-        for name, tensor in mixer.items():
-            part, _, rest = name.partition(".")
-            name = f"{_RENAMED.get(part, part)}.{rest}" if rest and kind in ("GDN", "M2") else name
-            weights[f"model.layers.{index}.self_attn.{name}"] = tensor
+        own = _of_mixer(kind, mixer, config, *sizes)
+        weights |= {f"model.layers.{index}.self_attn.{name}": x for name, x in own.items()}
     return weights
+
+
+def _of_mixer(
+    kind: str, mixer: dict[str, Tensor], config: dict[str, Any], *sizes: int
+) -> dict[str, Tensor]:
+    """Return a mixer's weights by our names; those of unknown parts as they are."""
+    if kind == "BMF":
+        return _of_bmojo_f(mixer, config, *sizes)
+    if kind == "GDN":
+        mixer = _stacked_gdn(mixer, *sizes[:2])
+    elif kind == "M2":
+        mixer = _turned_mamba2(mixer, *sizes)
+    else:
+        return mixer
+    named = {}
+    for name, tensor in mixer.items():
+        part, _, rest = name.partition(".")
+        named[f"{_RENAMED.get(part, part)}.{rest}" if rest else name] = tensor
+    return named
+
+
+def _of_bmojo_f(mixer: dict[str, Tensor], config: dict[str, Any], *sizes: int) -> dict[str, Tensor]:
+    kind = _ssm_of(config)
+    parts = {"bmojo_attn.": "attention.", _MIXERS[kind]: "ssm."}
+    ssm, named = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in mixer.items():
+        begin = next((x for x in parts if name.startswith(x)), "")
+        rest = name.removeprefix(begin)
+        if parts.get(begin) == "ssm.":
+            ssm[rest] = tensor
+        else:
+            named[parts.get(begin, "") + rest] = tensor
+    own = _of_mixer(kind, ssm, config, *sizes)
+    return {**named, **{f"ssm.{name}": tensor for name, tensor in own.items()}}
 
 
 def _types(config: dict[str, Any]) -> list[str]:
     return str(config.get(_PATTERN)).split("-")
+
+
+def _ssm_of(config: dict[str, Any]) -> str:
+    """Return the kind of layer whose mixer is the state-space model of "BMF"."""
+    given = str((config.get("bmojo_config") or {}).get("ssm_mixer", "mamba2"))
+    if given.lower() not in _SSMS:
+        raise ValueError(
+            f"ssm_mixer of bmojo_config must be of {', '.join(_SSMS)} to convert, got {given!r}"
+        )
+    return _SSMS[given.lower()]
+
+
+def _bmojo_f(config: dict[str, Any], body: HybridConfig, ssm: dict[str, Any]) -> dict[str, Any]:
+    """Return our fields of B'MOJO-F layers, of their configuration and state-space model."""
+    given, attention = config.get("bmojo_config") or {}, body.kinds["attention"]
+    rope, heads = attention["rope_parameters"], attention["num_attention_heads"]
+    inner, normed = heads * attention["head_dim"], attention["qk_norm"]
+    for name, met, must in (
+        ("tie_attn_weights of bmojo_config", given.get("tie_attn_weights", True), "true"),
+        ("rope_type", rope["rope_type"] == "default", "default for layers 'BMF'"),
+        # their softmax is scaled by it
+        ("head_dim", normed or inner == body.hidden_size, "hidden_size / num_attention_heads"),
+    ):
+        if not met:
+            raise ValueError(f"{name} must be {must} to convert")
+    window = given.get("window_size", 2048)
+    same = ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm")
+    same += ("attention_bias", "attention_out_bias")
+    return {
+        **{"family": "bmojo", "mixer_types": "bmojo_f", "wiring": "parallel", "use_rope": True},
+        **{"rope_theta": rope["rope_theta"], "fading_mode": "offset"},
+        **{"sliding_window": window, "num_fading_tokens": window},
+        **{name: attention[name] for name in same},
+        "ssm": ssm,
+    }
 
 
 def _gdn(given: dict[str, Any]) -> dict[str, Any]:
@@ -116,12 +185,13 @@ def _gdn(given: dict[str, Any]) -> dict[str, Any]:
 def _mamba2(config: dict[str, Any], body: HybridConfig) -> dict[str, Any]:
     """Return our fields of Mamba2 layers."""
     given = config.get("mamba2_config") or {}
+    types = _types(config)
     normed = BODIES[config["model_type"]] == "qwen3" and given.get("use_qk_norm", True)
     for name, wrong, must in (
         ("use_pos_emb of mamba2_config", given.get("use_pos_emb", False), "false"),
         ("rms_norm_eps", normed and body.rms_norm_eps != 1e-6, "1e-6 for norms of Mamba2's keys"),
     ):
-        if wrong and "M2" in _types(config):
+        if wrong and ("M2" in types or ("BMF" in types and _ssm_of(config) == "M2")):
             raise ValueError(f"{name} must be {must} to convert")
     return {
         **{"feature_map": "silu", "decay": "scalar", "delta_rule": False, "beta": "dt"},

@@ -145,7 +145,10 @@ def _with_mixers(
     for index, attention in old.items():
         section = own
         if family.from_attention is not None:
-            section = {**family.from_attention.fields(attention.config, known), **own}
+            found = family.from_attention.fields(attention.config, known)
+            nested = [name for name, value in found.items() if isinstance(value, dict)]
+            within = {name: {**found[name], **own.get(name, {})} for name in nested}
+            section = {**found, **own, **within}
         alone = {"mixers": ["new"] * len(mixers), "kinds": {"new": section}}
         section = type(config).from_dict({**config.to_dict(), **alone}).kinds["new"]
         mixers[index] = _kind_of(section, preset or name, kinds)

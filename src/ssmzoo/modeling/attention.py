@@ -145,7 +145,7 @@ class AttentionConfig(SSMConfig):
 class Attention(SSMMixer):
     """``o_proj(softmax(q k^T / sqrt(d)) v)`` of this token and those before it."""
 
-    startable_states: ClassVar[frozenset[str]] = frozenset()  # they hold tokens
+    startable_states = frozenset()  # they hold tokens
 
     def __init__(self, config: AttentionConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

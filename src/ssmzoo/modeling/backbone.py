@@ -402,8 +402,9 @@ class SSMModel(SSMPreTrainedModel):
 
     def startable_states(self, index: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those of a layer's states that a state adapter holds, or counts from zero."""
-        names = cast(Any, self.layers[index]).startable_states
-        return {name: s for name, s in states.items() if names is None or name in names}
+        names: Any = cast(Any, self.layers[index]).startable_states
+        begins = ("",) if names is None else tuple(names)
+        return {name: s for name, s in states.items() if name.startswith(begins)}
 
     def trajectories(self, input_ids: Tensor) -> Trajectories | None:
         """Return the model's path through a plane as it reads ``[B, L]``, or None without a plane.

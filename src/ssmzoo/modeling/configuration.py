@@ -114,6 +114,11 @@ class SSMConfig(PreTrainedConfig):
         """Whether mixers read parameters of the family's own backbone, which a hybrid has not."""
         return False
 
+    @property
+    def finds_families(self) -> bool:
+        """Whether mixers are of families that are found by name; code does not travel then."""
+        return False
+
     # A file without a new field has its default; files saved from now on name it. One that changes
     # no state is `stateless`: a cache then fits models that differ in it.
     vocab_size: int = stateless(50304)

@@ -47,18 +47,18 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
         written_in_place: The states that a step may overwrite: no token reads the old values again.
         hands_on: What a model's first layer leaves in ``state.shared`` for others of its kind, as
             wide as the model and float32 at least; programs have it as a state.
-        startable_states: The states that a :class:`StateAdapter` gives a mixer to start from: it
-            trains those of real numbers, and counters are zero; None: all.
+        startable_states: How the states begin that a :class:`StateAdapter` gives a mixer to start
+            from: it trains those of real numbers, and counters are zero; None: all.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
 
     param_group_names: ClassVar[Mapping[str, str]] = {}
-    param_branch: ClassVar[str | None] = None
+    param_branch: str | None = None
     reads_residual: ClassVar[bool] = False
     reads_both_ways: ClassVar[bool] = False
-    written_in_place: ClassVar[frozenset[str]] = frozenset()
+    written_in_place: frozenset[str] = frozenset()
     hands_on: ClassVar[tuple[str, ...]] = ()
-    startable_states: ClassVar[frozenset[str] | None] = None
+    startable_states: frozenset[str] | None = None
     writes_tokens: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -45,6 +45,7 @@ _STAND_INS = {
         "ssmzoo_kernels.few_rows_linear",
         "ssmzoo_kernels.token_step",
         "ssmzoo.modeling.batching.manager",
+        "ssmzoo.modeling.kinds",
     )
 }
 _SECTION = "## Without ssmzoo"
@@ -147,6 +148,7 @@ def export_code(model_or_folder: PreTrainedModel | str | Path, directory: str | 
             )
         config = own
     family = family_to_export(config)
+    require_own_mixers(family, config)
     texts = code_of(family)
     for name in texts:
         if (directory / name).exists() and not is_exported(directory / name):
@@ -181,6 +183,23 @@ def family_to_export(config: Mapping[str, Any]) -> Family:
     return family
 
 
+def require_own_mixers(family: Family, config: Mapping[str, Any]) -> None:
+    """Raise unless a model's mixers are all of its own family.
+
+    Args:
+        family: The model's.
+        config: The content of its ``config.json``.
+
+    Raises:
+        FindsFamiliesError: Some are of families that the configuration names.
+    """
+    if getattr(family.config_class.from_dict(dict(config)), "finds_families", False):
+        raise FindsFamiliesError(
+            f"the configuration of this {family.name} finds families by their names, and what it "
+            "finds does not travel with a checkpoint"
+        )
+
+
 def standalone_files(
     config: Mapping[str, Any], card: str, tokenizer: bool = False
 ) -> dict[str, str]:
@@ -195,6 +214,7 @@ def standalone_files(
         ValueError: It is of no installed family, or its code cannot travel.
     """
     family = family_to_export(config)
+    require_own_mixers(family, config)
     return {
         **code_of(family),
         "config.json": _config_text(config, family),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssmzoo.family import Family
 from ssmzoo.modeling import SSMForCausalLM
-from ssmzoo.publishing.export_code import FindsFamiliesError, code_of, flat_name
+from ssmzoo.publishing.export_code import FindsFamiliesError, code_of, flat_name, require_own_mixers
 from ssmzoo.testing.subject import (
     BUDGETS,
     Measured,
@@ -92,6 +92,7 @@ def package_of(family: Family) -> Iterator[str]:
     log = logging.getLogger("ssmzoo")
     level = log.level
     try:
+        require_own_mixers(family, family.config(**family.tiny).to_dict())
         texts = code_of(family)
     except FindsFamiliesError as error:
         raise NotApplicable(str(error)) from error
