@@ -113,7 +113,7 @@ class BMojoAttention(nn.Module):
         call = self._call(tokens, state, packing)
         turns = None if self.theta is None else call.turns(self.size, self.theta, tokens.dtype)
         q = self.q_proj(tokens).view(call.tokens, self.heads, self.size)
-        q = self._rotated(self._normed(q, self.q_norm), turns)
+        q = _placed(q, self.q_norm, turns)
         k, v = self._projected(tokens.flatten(0, 1), turns, self.k_proj, self.v_proj)
         q, keys, values = (by_sequence(x, shape) for x in (q, k, v))
         if self.window is None:
@@ -371,15 +371,13 @@ class BMojoAttention(nn.Module):
             if not plain:  # torchao quantises no input without rows
                 none = x.new_empty(shape)
                 return none, none
-        k = self._normed(k_proj(x).view(shape), self.k_norm)
-        return self._rotated(k, turns), v_proj(x).view(shape)
+        return _placed(k_proj(x).view(shape), self.k_norm, turns), v_proj(x).view(shape)
 
-    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        return x if norm is None else norm(x).to(x.dtype)
 
-    def _rotated(self, x: Tensor, turns: Turns | None) -> Tensor:
-        """Turn the halves of ``[..., H, d]`` against each other, the more the later, if at all."""
-        return x if turns is None else rotated(x, turns).to(x.dtype)
+def _placed(x: Tensor, norm: RMSNorm | None, turns: Turns | None) -> Tensor:
+    """Norm heads ``[..., H, d]``, and turn their halves, the more the later; each if at all."""
+    y = x if norm is None else norm(x)
+    return (y if turns is None else rotated(y, turns)).to(x.dtype)
 
 
 def _projection(inputs: int, outputs: int, bias: bool) -> Linear:

@@ -34,7 +34,6 @@ from ssmzoo.modeling import (
     SSMModel,
     SSMPreTrainedModel,
     State,
-    UnservedError,
     inverse_softplus,
     is_token,
     recurrent,
@@ -153,9 +152,9 @@ class BMojoMixer(SSMMixer):
     def __init__(self, config: BMojoConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         kind = config.mixer_types[layer_idx]
-        self.ssm = None
+        self.ssm, self.owns_ssm = None, not config.ssm
         if kind not in ("swa", "attention"):
-            self.ssm = self._foreign(config) if config.ssm else BMojoSSM(config, layer_idx)
+            self.ssm = BMojoSSM(config, layer_idx) if self.owns_ssm else self._foreign(config)
         self.attention = None if kind == "mamba" else BMojoAttention(config, kind)
         self.attn_norm = None
         if self.ssm is not None and self.attention is not None and config.wiring == "serial":
@@ -186,7 +185,7 @@ class BMojoMixer(SSMMixer):
         ``ssm_`` where it is another family's.
         """
         y = None
-        if isinstance(self.ssm, BMojoSSM):
+        if self.ssm is not None and self.owns_ssm:
             y = self.ssm(hidden_states, state, packing)
         elif self.ssm is not None:
             inner = replace(state, initial=_inner(state.initial), final={})
@@ -209,11 +208,8 @@ class BMojoMixer(SSMMixer):
         """Write one token of :meth:`forward`."""
         y = None
         if self.ssm is not None:
-            ssm = parts.within("ssm")
-            foreign = not isinstance(ssm.root, BMojoSSM)
-            if not ssm.root.writes_tokens or ssm.root.hands_on:
-                raise UnservedError
-            own = _inner(states) if foreign else states
+            ssm = parts.within("ssm", BMojoSSM if self.owns_ssm else type(self.ssm))
+            own = states if self.owns_ssm else _inner(states)
             y = ssm.root.write_token(program, ssm, x, own)
         if self.attention is None:
             return cast(Value, y)
@@ -225,9 +221,11 @@ class BMojoMixer(SSMMixer):
 
     def next_is_written(self, state: LayerState) -> bool:
         """Tell whether the next token ends no chunk, after which memories are others."""
-        if self.ssm is not None and not isinstance(self.ssm, BMojoSSM):
-            inner = replace(state, initial=_inner(state.initial))
-            if not self.ssm.next_is_written(inner):
+        if self.ssm is not None and not self.owns_ssm:
+            # not so if something wraps it, as PEFT does
+            if not getattr(self.ssm, "writes_tokens", False) or self.ssm.hands_on:
+                return False
+            if not self.ssm.next_is_written(replace(state, initial=_inner(state.initial))):
                 return False
         attention = self.attention
         if attention is None or attention.window is None:

@@ -27,6 +27,8 @@ The names this file reads, under ``model.layers.{i}.``:
     mixer.attention.memory_{k,v}_proj.weight    [G P, E] of fading tokens; k_proj, v_proj if absent
     mixer.attention.o_proj.weight   [E, H P]
     mixer.attention.fading_norm.weight          [E] of y as a memory; no norm where absent
+    mixer.attention.{q,k}_norm.weight           [P] of each head before rotation; none where absent
+    and .bias of these projections where there are biases
 
 and ``model.embed_tokens.weight``, ``model.norm.*``, ``lm_head.weight`` (the embedding's if absent).
 
@@ -36,7 +38,8 @@ mlp_type ("gelu", "swiglu"), mixer_types (of "bmojo", "bmojo_f", "mamba", "swa",
 wiring ("serial", "parallel"), sliding_window, num_fading_tokens, num_eidetic_tokens, fading_mode
 ("chunk", "offset"), eidetic_overlap ("allow", "mask"), innovation_span, innovation_weights
 ("uniform", "exp"), innovation_error ("absolute", "relative"), num_attention_heads,
-num_key_value_heads, head_dim, use_rope, rope_theta.
+num_key_value_heads, head_dim, use_rope, rope_theta. Where ssm names the family linear_attention,
+the SSM of whole sequences is that family's oracle; its names are below ``mixer.ssm.``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +47,7 @@ from math import sqrt
 from typing import Any
 
 import numpy as np
+from tests.oracles import linear_attention
 
 Array = np.ndarray
 Weights = Mapping[str, Array]
@@ -274,28 +278,41 @@ def interleaved_attention(
     return np.stack(out)
 
 
+def affine(weights: Weights, name: str, x: Array) -> Array:
+    return x @ weights[name + ".weight"].T + weights.get(name + ".bias", 0)
+
+
 def heads(weights: Weights, name: str, x: Array, width: int) -> Array:
     """Project x [T, E] and part it: [T, heads, P]."""
-    return (x @ weights[name].T).reshape(len(x), -1, width)
+    return affine(weights, name, x).reshape(len(x), -1, width)
+
+
+def turned(
+    weights: Weights, config: Config, norm: str, x: Array, positions: Sequence[int]
+) -> Array:
+    """Queries or keys [T, heads, P]: normed where there is a norm, rotated where configured."""
+    if norm in weights:
+        x = rms_norm(x, weights[norm], config["rms_norm_eps"])
+    return rope(x, positions, config["rope_theta"]) if config["use_rope"] else x
 
 
 def keys_and_values(
     weights: Weights, config: Config, prefix: str, x: Array, positions: Sequence[int], memory: bool
 ) -> tuple[Array, Array]:
-    """Keys, rotated where configured, and values [T, G, P] of raw tokens or of fading ones."""
+    """Keys as :func:`turned`, and values [T, G, P] of raw tokens or of fading ones."""
     untied = memory and prefix + "memory_k_proj.weight" in weights
     names = ("memory_k_proj", "memory_v_proj") if untied else ("k_proj", "v_proj")
-    k, v = (heads(weights, f"{prefix}{name}.weight", x, config["head_dim"]) for name in names)
+    k, v = (heads(weights, f"{prefix}{name}", x, config["head_dim"]) for name in names)
     assert k.shape[1] == config["num_key_value_heads"]
-    return (rope(k, positions, config["rope_theta"]) if config["use_rope"] else k), v
+    return turned(weights, config, prefix + "k_norm.weight", k, positions), v
 
 
 def queries(
     weights: Weights, config: Config, prefix: str, a: Array, positions: Sequence[int]
 ) -> Array:
-    q = heads(weights, prefix + "q_proj.weight", a, config["head_dim"])
+    q = heads(weights, prefix + "q_proj", a, config["head_dim"])
     assert q.shape[1] == config["num_attention_heads"]
-    return rope(q, positions, config["rope_theta"]) if config["use_rope"] else q
+    return turned(weights, config, prefix + "q_norm.weight", q, positions)
 
 
 def attention(
@@ -308,7 +325,7 @@ def attention(
     fading_k, fading_v = keys_and_values(weights, config, prefix, f, places, memory=True)
     keys, values = np.concatenate([k, fading_k, k]), np.concatenate([v, fading_v, v])
     out = joint_attention(q, keys, values, mask)
-    return out.reshape(len(a), -1) @ weights[prefix + "o_proj.weight"].T
+    return affine(weights, prefix + "o_proj", out.reshape(len(a), -1))
 
 
 # --- two streams merged by their normalisers --------------------------------------------------
@@ -397,7 +414,11 @@ def block(weights: Weights, config: Config, index: int, x: Array) -> Array:
     u = normed(weights, config, layer + "norm", x)
     y, scores, a = np.zeros_like(u), np.zeros(len(x)), u
     if kind not in ("swa", "attention"):
-        y = mamba(weights, ssm, u)[0]
+        if config.get("ssm"):
+            assert config["ssm"]["family"] == "linear_attention"
+            y = linear_attention.mixer(weights, {**config, **config["ssm"]}, ssm, u)
+        else:
+            y = mamba(weights, ssm, u)[0]
         scores = innovation(y, predictor(config), config["innovation_error"])
     if kind == "mamba":
         return mlp(weights, config, layer, x + y)
@@ -557,7 +578,7 @@ def step(weights: Weights, config: Config, token: int, caches: list[Cache]) -> A
             if remembers and config["wiring"] == "serial":
                 a = rms_norm(x, weights[layer + "mixer.attn_norm.weight"], config["rms_norm_eps"])
             out = attention_step(weights, config, i, cache, a)
-            x = x + weights[layer + "mixer.attention.o_proj.weight"] @ out
+            x = x + affine(weights, layer + "mixer.attention.o_proj", out)
         if remembers:
             push_output(weights, config, i, cache, y)
         x = mlp(weights, config, layer, x)

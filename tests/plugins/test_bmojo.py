@@ -31,6 +31,8 @@ from ssmzoo_bmojo.convert_bmojo import from_mamba
 from ssmzoo_bmojo.memory import Call, choose_eidetic, newest, open_scores, score_table
 from ssmzoo_kernels import use_backend
 
+NORMED = {"qk_norm": True, "attention_bias": True, "attention_out_bias": True}
+DELTA = {"family": "linear_attention", "num_heads": 2, "head_k_dim": 6, "head_v_dim": 5}
 VARIANTS = {
     "serial": {},
     "parallel": {"wiring": "parallel", "use_rope": True},
@@ -51,6 +53,11 @@ VARIANTS = {
         **{"intermediate_size": 40},
     },
     "wide window": {"sliding_window": 64},
+    "norms and biases": {**NORMED, "use_rope": True, "num_fading_tokens": 6},
+    "gated DeltaNet": {
+        **{**NORMED, "ssm": DELTA, "fading_mode": "offset", "num_fading_tokens": 4},
+        **{"wiring": "parallel", "use_rope": True, "mixer_types": ["bmojo_f", "bmojo", "mamba"]},
+    },
 }
 
 
