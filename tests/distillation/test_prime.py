@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -150,6 +152,34 @@ def test_grouped_biases_are_repeated(tmp_path):
     assert q.equal(attention.q_proj.bias)
     for ours, theirs in ((k, attention.k_proj.bias), (v, attention.v_proj.bias)):
         assert ours.view(2, 2, 8).equal(theirs.view(2, 1, 8).expand(2, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "config"), [(Qwen2ForCausalLM, Qwen2Config), (Qwen3ForCausalLM, Qwen3Config)]
+)
+def test_bmojo_takes_biases_and_norms_of_attention(model, config, tmp_path):
+    teacher = model(config(**SIZES, **HEADS, head_dim=8))
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    teacher.save_pretrained(tmp_path / "teacher")
+    fields = {"mixer_types": "swa", "sliding_window": 64}
+    made = prime(str(tmp_path / "teacher"), "bmojo", "all", tmp_path / "new", fields=fields)[0]
+    ids = torch.arange(24).view(2, 12)
+    wanted, got = teacher.double().eval()(ids).logits, load(made, torch.float64)(ids).logits
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)  # its angles are float32
+
+
+def test_bmojos_state_space_model_of_another_family_starts_as_that_family_does(teacher, tmp_path):
+    fields = {"mixer_types": "bmojo_f", "sliding_window": 4, "ssm": {"family": "linear_attention"}}
+    made = prime(str(teacher), "bmojo", "half", tmp_path / "new", fields=fields)[0]
+    alone = prime(str(teacher), "linear_attention", "half", tmp_path / "alone")[0]
+    ours, own = (load(folder).model.layers[1].mixer for folder in (made, alone))
+    for name in ("in_proj", "out_proj", "conv1d"):
+        one, other = (m.get_submodule(name).weight for m in (ours.ssm, own))
+        rows = sum(own.widths) if name == "in_proj" else None  # decays and strengths are drawn
+        assert one[:rows].equal(other[:rows]), name
+    assert ours.ssm.config.head_k_dim == 8
 
 
 def by_hand(student, teacher, rows):
