@@ -1,5 +1,6 @@
 """B'MOJO with another family's mixer for its state-space model, alone and in a hybrid."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from tests.plugins.test_hybrid import TINY, assert_forms_are_equal, drawn, secti
 from tests.zoo import OURS
 
 from ssmzoo import load_family
-from ssmzoo.modeling import add_state_adapter
+from ssmzoo.modeling import add_state_adapter, load_state_adapter
 from ssmzoo.modeling.decoding import decoding_of
 from ssmzoo.publishing.export_code import FindsFamiliesError, export_code
 from ssmzoo.testing import FamilyConformance
@@ -134,6 +135,19 @@ def test_a_state_adapter_starts_its_states_alone(name, states):
     adapter = add_state_adapter(inside(name))
     shapes = adapter._named[0]
     assert shapes.keys() == states
+
+
+def test_a_state_adapter_of_an_earlier_version_has_the_defaults_of_new_fields(tmp_path):
+    config = FAMILY.config(**FAMILY.tiny)
+    add_state_adapter(FAMILY.causal_lm_class(config)).save_pretrained(tmp_path)
+    path = tmp_path / "state_adapter.json"
+    told = json.loads(path.read_text())
+    for name in ("ssm", *NORMED):
+        assert told["base"].pop(name) in ({}, False)
+    path.write_text(json.dumps(told))
+    load_state_adapter(tmp_path, FAMILY.causal_lm_class(config))
+    with pytest.raises(ValueError, match="ssm"):
+        load_state_adapter(tmp_path, inside("linear_attention"))
 
 
 def test_its_code_does_not_travel(tmp_path):

@@ -55,7 +55,12 @@ def state_fields(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     general = {field.name for field in dataclasses.fields(PreTrainedConfig)} | _STOCK_STATELESS
     for base in filter(dataclasses.is_dataclass, kind.__mro__):  # a family may give another default
         general |= {f.name for f in dataclasses.fields(base) if _STATELESS in f.metadata}
-    return {f.name: f.default for f in dataclasses.fields(kind) if f.name not in general}
+    return {f.name: _default(f) for f in dataclasses.fields(kind) if f.name not in general}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 @strict
