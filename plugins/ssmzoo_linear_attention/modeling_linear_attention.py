@@ -8,8 +8,8 @@ Dimensions: B batch, L length, D hidden, H heads, G key heads, K key size, V val
 """
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -229,9 +229,8 @@ class LinearAttentionMixer(SSMMixer):
         config, ssd = self.config, self.config.beta == "dt"
         softplus = config.decay != "fixed" and config.gate_logit_normalizer is None
         delta = config.delta_rule and config.beta == "sigmoid" and softplus and not config.skip
-        plain = not config.delta_rule and not config.skip
-        plain = plain and config.feature_map in ("identity", "complement")
-        plain = plain and config.beta == "none" and (config.decay == "none" or not softplus)
+        plain = config.feature_map in ("identity", "complement") and config.beta == "none"
+        plain = plain and not config.skip and (config.decay == "none" or not softplus)
         served = (plain or self.conv1d is not None) and (plain or not config.rotary)
         served = served and ((ssd and config.feature_map == "silu") or delta or plain)
         if not served or config.out_norm == "head_layer" or config.qk_norm or not self.out_norm:
@@ -247,8 +246,7 @@ class LinearAttentionMixer(SSMMixer):
         A_log, dt_bias, D = (parts.weight(self, name, optional=True) for name in names)
         rest = (config.key_heads, recurrent(program, states["ssm"]))
         if plain:
-            tau = parts.setting(config, "gate_logit_normalizer")
-            y = self._write_sum(program, parts, (q, k, v), decay, dt_bias, states, tau)
+            y = self._write_sum(program, parts, (q, k, v, decay), states)
         elif ssd:
             y = program.ssd(v, decay, k, q, A_log, D, dt_bias, *rest)
         else:
@@ -271,41 +269,35 @@ class LinearAttentionMixer(SSMMixer):
         return parts.linear(program, y, "out_proj")
 
     def _write_sum(
-        self,
-        program: Program,
-        parts: ModuleParts,
-        heads: tuple[Value, Value, Value],
-        decay: Value,
-        dt_bias: Tensor | None,
-        states: Mapping[str, State],
-        tau: float | None,
+        self, program: Program, parts: ModuleParts, x: Sequence[Value], states: Mapping[str, State]
     ) -> Value:
-        """Write linear attention as it is in GLA, RetNet and HGRN2, from queries, keys, values."""
-        config, (q, k, v) = self.config, heads
+        """Write linear attention as it is in GLA, RetNet and HGRN2.
+
+        ``x``: queries, keys, values and the decays' input.
+        """
+        config, (q, k, v, decay) = self.config, x
+        tau = parts.setting(config, "gate_logit_normalizer")
         shrink: Value | Tensor | None = None
-        if config.feature_map == "complement":
-            q = program.gated(q, q, by="sigmoid")
-            # k = (1 - b) sigmoid(-x), and the decay is its complement
-            k = program.map(decay, "sigmoid", factor=-1.0)
-            if self.layer_idx:
-                k = program.map(k, weight=parts.derived(self._headroom))
-            shrink = program.map(k, factor=-1.0, bias=torch.ones(k.width, dtype=program.dtype))
-        elif config.rotary:
-            seen = states["position"].number
-            q, k = (program.rotate(y, config.head_k_dim, 10_000.0, seen) for y in (q, k))
-            program.count(seen, 1)
         if config.decay == "fixed":
             shrink = fixed_decays(config.num_heads).exp().to(program.dtype)
-        elif shrink is None and tau is not None:
+        elif config.feature_map == "complement":
+            q = program.gated(q, q, by="sigmoid")
+            k = program.map(decay, "sigmoid", factor=-1.0)
+            if self.layer_idx:  # (1 - b) sigmoid(-x), of which the decay is the complement
+                k = program.map(k, weight=parts.derived(self._headroom))
+            shrink = program.map(k, factor=-1.0, bias=torch.ones(k.width, dtype=program.dtype))
+        elif tau is not None:
+            dt_bias = parts.weight(self, "dt_bias", optional=True)
             # logsigmoid(x) = -softplus(-x)
             away = program.map(program.map(decay, bias=dt_bias), "softplus", factor=-1.0)
             shrink = program.map(away, "exp", factor=-1 / tau)
-        return program.linear_attention(
-            *(q, k, v, shrink, recurrent(program, states["ssm"])),
-            heads=config.num_heads,
-            groups=config.key_heads,
-            scale=config.head_k_dim**-0.5,
-        )
+        if config.rotary:
+            seen = states["position"].number
+            q, k = (program.rotate(y, config.head_k_dim, 10_000.0, seen) for y in (q, k))
+            program.count(seen, 1)
+        sizes: dict[str, Any] = {"heads": config.num_heads, "groups": config.key_heads}
+        sizes["scale"] = config.head_k_dim**-0.5
+        return program.linear_attention(q, k, v, shrink, recurrent(program, states["ssm"]), **sizes)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return the poles of decays that are fixed, or the mean decay of those that are not.
