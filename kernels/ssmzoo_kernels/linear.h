@@ -40,13 +40,15 @@ INLINE words widened(halves x) {
   if (LANES == 16) CONVERTED(__m256i, __m512i, words, _mm512_cvtepu16_epi32);
 #elif defined(__AVX2__)
   if (LANES == 8) CONVERTED(__m128i, __m256i, words, _mm256_cvtepu16_epi32);
-#elif defined(NEON)
-  if (LANES == 4) CONVERTED(uint16x4_t, uint32x4_t, words, vmovl_u16);
 #endif
   return __builtin_convertvector(x, words);
 }
 
 INLINE vec from_bfloat16(halves x) {
+#ifdef NEON
+#define ABOVE_ZEROS(narrow) vzip1q_u16(vdupq_n_u16(0), vcombine_u16(narrow, vdup_n_u16(0)))
+  if (LANES == 4) CONVERTED(uint16x4_t, uint16x8_t, vec, ABOVE_ZEROS);
+#endif
   return __builtin_convertvector((floats)(widened(x) << 16), vec);
 }
 
@@ -65,6 +67,14 @@ INLINE vec from_float16(halves x) {
   return __builtin_convertvector((floats)((words)small | endless | sign), vec);
 }
 
+#ifdef NEON
+/* Numbers n to n + 3: each becomes the highest byte of its lane, which is divided by 2^24. */
+INLINE float32x4_t four_of_bytes(int8x16_t x, int n) {
+  const uint8x16_t highest = {16, 16, 16, 0, 16, 16, 16, 1, 16, 16, 16, 2, 16, 16, 16, 3};
+  return vcvtq_n_f32_s32((int32x4_t)vqtbl1q_s8(x, highest + (uint8_t)n), 24);
+}
+#endif
+
 INLINE vec from_int8(bytes x) {
 #ifdef __AVX512F__
 #define FLOATS(narrow) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow))
@@ -73,8 +83,7 @@ INLINE vec from_int8(bytes x) {
 #define FLOATS(narrow) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow))
   if (LANES == 8) CONVERTED(__m128i, __m256, vec, FLOATS);
 #elif defined(NEON)
-#define FLOATS(narrow) \
-  vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(narrow))))))
+#define FLOATS(narrow) four_of_bytes((int8x16_t)vdupq_n_s32(narrow), 0)
   if (LANES == 4) CONVERTED(int32_t, float32x4_t, vec, FLOATS);
 #endif
   return __builtin_convertvector(x, vec);
@@ -88,17 +97,27 @@ INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
   size_t some = (size_t)(count < LANES ? count : LANES);
   if (type == INT8) {
     bytes narrow = {0};
+    const int8_t *at = (const int8_t *)from + i;
     if (count >= LANES)
-      memcpy(&narrow, (const int8_t *)from + i, sizeof narrow);
+      memcpy(&narrow, at, sizeof narrow);
+    else if (VEC_BYTES == 16)
+      UNROLL for (int l = 0; l < LANES - 1; l++) {
+        if (l < count) narrow[l] = at[l];
+      }
     else
-      memcpy(&narrow, (const int8_t *)from + i, some);
+      memcpy(&narrow, at, some);
     return from_int8(narrow);
   }
   halves x = {0};
+  const uint16_t *at = (const uint16_t *)from + i;
   if (count >= LANES)
-    memcpy(&x, (const uint16_t *)from + i, sizeof x);
+    memcpy(&x, at, sizeof x);
+  else if (VEC_BYTES == 16)
+    UNROLL for (int l = 0; l < LANES - 1; l++) {
+      if (l < count) x[l] = at[l];
+    }
   else
-    memcpy(&x, (const uint16_t *)from + i, 2 * some);
+    memcpy(&x, at, 2 * some);
   return type == BFLOAT16 ? from_bfloat16(x) : from_float16(x);
 }
 
@@ -154,6 +173,17 @@ INLINE vec read_weights(int type, const char *row, int64_t i) {
   return read(type, row, i, LANES);
 }
 
+/* Of a line of the cache from the i-th on, the n-th ones; n is a constant. */
+INLINE vec read_line(int type, const char *row, int64_t i, int n) {
+#ifdef NEON
+  if (type == INT8 && LANES == 4) {
+    float32x4_t four = four_of_bytes(vld1q_s8((const int8_t *)row + i + n / 16 * 16), n % 16);
+    return (vec)four;
+  }
+#endif
+  return read_weights(type, row, i + n);
+}
+
 /* y[m, o] = scale[o] sum_i x[m, i] w[o, i] + bias[o] for o from `first` to `last`.
  *
  * Several outputs at a time: their sums do not wait for one another. Each sum's order is the same. */
@@ -173,10 +203,10 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
     UNROLL for (int r = 0; r < together; r++) /* past the end, the last one again */
       row[r] = (const char *)w + (o + r < last ? o + r : last - 1) * inputs * size;
     UNROLL for (int m = 0; m < count; m++) from[m] = x + m * x_row;
-#define TAKE(at)                                                                            \
+#define TAKE(at, WEIGHTS)                                                                   \
   do {                                                                                      \
     vec weight[4];                                                                          \
-    UNROLL for (int r = 0; r < together; r++) weight[r] = read_weights(type, row[r], at);   \
+    UNROLL for (int r = 0; r < together; r++) weight[r] = WEIGHTS;                          \
     UNROLL for (int m = 0; m < count; m++) {                                                \
       vec value = *(const stored *)(from[m] + (at));                                        \
       UNROLL for (int r = 0; r < together; r++)                                             \
@@ -187,9 +217,9 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
       const char *next = row[0] + ahead + i * size * together;
       UNROLL for (int r = 0; r < together; r++)
         __builtin_prefetch(type == AS_REAL ? row[r] + i * size + ahead : next + 64 * r);
-      UNROLL for (int64_t n = 0; n < line; n += LANES) TAKE(i + n);
+      UNROLL for (int n = 0; n < line; n += LANES) TAKE(i + n, read_line(type, row[r], i, n));
     }
-    for (int64_t i = lines; i < whole; i += LANES) TAKE(i);
+    for (int64_t i = lines; i < whole; i += LANES) TAKE(i, read_weights(type, row[r], i));
 #undef TAKE
     if (whole < inputs) UNROLL for (int r = 0; r < together; r++) {
       vec weight = read(type, row[r], whole, inputs - whole);
@@ -228,20 +258,34 @@ typedef struct {
   float scale[INT4_INPUTS / GROUP];
 } Rounded;
 
-/* c and products of pairs of numbers of 16 bits. */
-INLINE ints add_pairs(shorts a, shorts b, ints c) {
-#ifdef __AVX512VNNI__
-  return (ints)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-  return c + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  return c + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(NEON)
-  int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
-  return c + (ints)vpaddq_s32(low, vmull_high_s16((int16x8_t)a, (int16x8_t)b));
+/* Add to sums of INTS outputs each the products of their weights with two numbers of x. */
+INLINE void add_pairs(const shorts *weight, const int16_t *x, ints *sums) {
+  int32_t both;
+  memcpy(&both, x, sizeof both);
+#ifdef NEON /* no sums of pairs: numbers of the first input, then those of the second one */
+  int16x4_t pair = (int16x4_t)vdup_n_s32(both);
+  UNROLL for (int k = 0; k < 4; k += 2) {
+    int16x8_t a = (int16x8_t)weight[k], b = (int16x8_t)weight[k + 1];
+    int16x8_t first = vuzp1q_s16(a, b), second = vuzp2q_s16(a, b);
+    int32x4_t low = vmlal_lane_s16((int32x4_t)sums[k], vget_low_s16(first), pair, 0);
+    int32x4_t high = vmlal_high_lane_s16((int32x4_t)sums[k + 1], first, pair, 0);
+    sums[k] = (ints)vmlal_lane_s16(low, vget_low_s16(second), pair, 1);
+    sums[k + 1] = (ints)vmlal_high_lane_s16(high, second, pair, 1);
+  }
 #else
-  ints x = (ints)a, y = (ints)b;
-  return c + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+  ints pair = both - (ints){0};
+  UNROLL for (int k = 0; k < 4; k++) {
+#ifdef __AVX512VNNI__
+    sums[k] = (ints)_mm512_dpwssd_epi32((__m512i)sums[k], (__m512i)weight[k], (__m512i)pair);
+#elif defined(__AVX512BW__)
+    sums[k] += (ints)_mm512_madd_epi16((__m512i)weight[k], (__m512i)pair);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    sums[k] += (ints)_mm256_madd_epi16((__m256i)weight[k], (__m256i)pair);
+#else
+    ints w = (ints)weight[k];
+    sums[k] += (w << 16 >> 16) * (pair << 16 >> 16) + (w >> 16) * (pair >> 16);
+#endif
+  }
 #endif
 }
 
@@ -292,12 +336,8 @@ INLINE void add_group(int count, const char *w, const float *scale, const Rounde
     shorts word = *(const stored_shorts *)w;
     shorts weight[4] = {word & 0x0f, word & 0xf0, word >> 8 & 0x0f,
                         (shorts)((unsigned_shorts)word >> 12)};
-    UNROLL for (int m = 0; m < count; m++) {
-      int32_t both;
-      memcpy(&both, x[m].value + g * GROUP + i, sizeof both);
-      shorts pair = (shorts)(both - (ints){0});
-      UNROLL for (int k = 0; k < 4; k++) part[m][k] = add_pairs(weight[k], pair, part[m][k]);
-    }
+    UNROLL for (int m = 0; m < count; m++)
+      add_pairs(weight, x[m].value + g * GROUP + i, part[m]);
   }
   UNROLL for (int m = 0; m < count; m++) UNROLL for (int k = 0; k < 4; k++) {
     vec factor, product = (vec)(__builtin_convertvector(part[m][k], singles) * x[m].scale[g]);

@@ -66,17 +66,27 @@ INLINE vec load(const REAL *from) {
 
 INLINE void store(REAL *to, vec x) { memcpy(to, &x, sizeof x); }
 
-/* The last vector of a row may have fewer channels than lanes; missing ones read as 0. */
+/* The last vector of a row may have fewer channels than lanes; missing ones read as 0. Short vectors
+ * are copied lane by lane: around a call, loops would keep on the stack what they hold in registers. */
 INLINE vec load_some(const REAL *from, int64_t count) {
   if (count >= LANES) return load(from);
   vec x = {0};
-  memcpy(&x, from, (size_t)count * sizeof(REAL));
+  if (VEC_BYTES == 16)
+    UNROLL for (int i = 0; i < LANES - 1; i++) {
+      if (i < count) x[i] = from[i];
+    }
+  else
+    memcpy(&x, from, (size_t)count * sizeof(REAL));
   return x;
 }
 
 INLINE void store_some(REAL *to, vec x, int64_t count) {
   if (count >= LANES)
     store(to, x);
+  else if (VEC_BYTES == 16)
+    UNROLL for (int i = 0; i < LANES - 1; i++) {
+      if (i < count) to[i] = x[i];
+    }
   else
     memcpy(to, &x, (size_t)count * sizeof(REAL));
 }
