@@ -41,6 +41,14 @@
 #define IN_TURN(x) (void)(x)
 #endif
 
+/* Let what lies at `from` be loaded after x is computed: of many steps that do not wait for one
+ * another, compilers would begin so many that NEON's registers do not hold them. */
+#ifdef NEON
+#define LOAD_AFTER(x, from) __asm__("" : "+r"(from) : "w"(x))
+#else
+#define LOAD_AFTER(x, from) (void)(from)
+#endif
+
 typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
 typedef __typeof__((vec){0} < (vec){0}) mask; /* signed integers of REAL's size */
 

@@ -274,6 +274,7 @@ INLINE void march(vec *states, const Params *p, Chunk *chunk, int64_t at, int64_
                   vec *history, vec *gates, const int keep, const int driven, const int VT,
                   const int NT) {
   vec x[TILE];
+  const vec *w = p->w;
   UNROLL for (int k = 0; k < TILE; k++) x[k] = states[k];
   for (int64_t t = 0; t < tokens; t++)
     UNROLL for (int v = 0; v < VT; v++) {
@@ -281,12 +282,13 @@ INLINE void march(vec *states, const Params *p, Chunk *chunk, int64_t at, int64_
       vec u = chunk->u[here], drive = {0};
       if (driven) drive = chunk->drive[here];
       UNROLL for (int k = v * NT; k < v * NT + NT; k++) {
-        vec s = gate(p->w[k] * (driven ? drive : x[k]));
+        vec s = gate(w[k] * (driven ? drive : x[k]));
         if (keep) {
           history[t * TILE + k] = x[k];
           gates[t * TILE + k] = s;
         }
         x[k] = step(x[k], p->lam[k], s, u);
+        if (k % 2) LOAD_AFTER(x[k], w);
       }
       if (what & READ) {
         vec read = chunk->read[here];

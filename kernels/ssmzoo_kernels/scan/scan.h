@@ -210,6 +210,8 @@ INLINE void march(const Inputs *in, vec *states, const Param *params, int64_t pa
         if (read) even += S[v][n] * splat(queries[t * padded + n]);
         S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), p + 1, &x, &none);
         if (read) odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
+        LOAD_AFTER(S[v][n + 1], params);
+        LOAD_AFTER(S[v][n], keys);
       }
       if (read) read[t * VECTORS + v] = even + odd;
     }
@@ -355,6 +357,10 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
         S[v][n] = step(S[v][n], splat(keys[t * padded + n]), params + v * padded + n, &x,
                        memos + (t * VT + v) * NT + n);
         history[((t + 1) * VT + v) * NT + n] = S[v][n];
+        if (n % 2) {
+          LOAD_AFTER(S[v][n], params);
+          LOAD_AFTER(S[v][n - 1], keys);
+        }
       }
     }
   vec G[VT][NT];
