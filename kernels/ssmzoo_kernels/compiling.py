@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parent
+_SHARED = ("vector", "numbers", "linear", "matrices", "diagonal", "companion")
 HEADERS = (
-    *(_ROOT / f"{name}.h" for name in ("vector", "linear", "matrices", "diagonal", "companion")),
+    *(_ROOT / f"{name}.h" for name in _SHARED),
     _ROOT / "scan" / "scan.h",
     *(_ROOT / "token_step" / f"{name}.h" for name in ("instructions", "recurrences", "attention")),
 )

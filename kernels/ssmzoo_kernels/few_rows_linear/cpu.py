@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ssmzoo_kernels import machine, native
 
-HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as linear.h numbers them
+HALVES = {torch.bfloat16: 1, torch.float16: 2}  # as numbers.h numbers them
 FEW_BITS = {torch.int8: 3, torch.int16: 4}  # weights as they are stored; int16 has four of 4 bits
 GROUP = 32  # inputs that share a scale where weights have four bits
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64

@@ -19,7 +19,7 @@ class Value(ctypes.Structure):
 
 
 class Numbers(ctypes.Structure):
-    """``Numbers`` of linear.h."""
+    """``Numbers`` of numbers.h."""
 
     _fields_ = [("at", ctypes.c_void_p), ("type", ctypes.c_int64)]
 
