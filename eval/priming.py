@@ -1,6 +1,6 @@
 """Prime hybrids from a Transformer by several mixers, and compare them with the same from scratch.
 
-    python eval/priming.py --teacher runs/llama-teacher/model --runs runs/priming
+    python eval/priming.py --teacher runs/llama-text/model --runs runs/priming
     python eval/priming.py --teacher ... --runs ... --only mixer=longhorn,layers=half --share 0.2
     python eval/priming.py --teacher runs/recall-teacher/model --runs runs/recall --problem recall
     python eval/priming.py --teacher ... --runs ... --decoding

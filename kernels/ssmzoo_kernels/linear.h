@@ -84,7 +84,8 @@ INLINE void product_block(int type, int count, int together, const REAL *x, int6
 
 /* Four bits: weights plus 8, of INT4_OUTPUTS outputs at a time. A line of the cache holds those of two
  * inputs: number 2 l + h, of 16 bits, has that of output 16 k + l and input h in its bits from 4 k on.
- * GROUP inputs share a scale: behind one another lie those of the 64 outputs, over 16 where k is 1.
+ * GROUP inputs share a scale: behind one another lie those of the 64 outputs. Where k is 1, weights are
+ * read as 16 times what they are, and scales divided by 16.
  *
  * Sums of a group are whole numbers: its inputs are rounded to 16 bits, by at most a 65,534th of the
  * largest of them. */
@@ -133,8 +134,8 @@ INLINE void add_pairs(const shorts *weight, const int16_t *x, ints *sums) {
 #endif
 }
 
-/* Round `inputs` of a row, and zeros behind them up to whole groups. A group with a NaN or an infinity
- * has such a scale, one below 1e-30 is zero. */
+/* Round `inputs` of a row, and zeros behind them up to whole groups. A group that holds a NaN or an
+ * infinity makes outputs NaN; one whose largest input is below 1e-30 counts as zeros. */
 static __attribute__((noinline)) void round_piece(const REAL *x, int64_t inputs, Rounded *to) {
   enum { VECTORS = GROUP / INTS };
   typedef int16_t narrow __attribute__((vector_size(VEC_BYTES / 2)));
@@ -152,17 +153,18 @@ static __attribute__((noinline)) void round_piece(const REAL *x, int64_t inputs,
     float largest;
     UNROLL for (int i = 0; i < INTS; i++) bits = most[i] > bits ? most[i] : bits;
     memcpy(&largest, &bits, sizeof bits);
-    float inverse = largest > 1e-30f ? 32767 / largest : 0;
+    int finite = bits < 0x7f800000;
+    float inverse = finite && largest > 1e-30f ? 32767 / largest : 0;
     UNROLL for (int v = 0; v < VECTORS; v++) { /* whole numbers, in the last bits */
       vec moved = multiply_add(value[v], splat((REAL)inverse), splat((REAL)0x1.8p23));
-      ints whole = (ints)moved - 0x4b400000;
+      ints whole = finite ? (ints)moved - 0x4b400000 : (ints){0};
       narrow some = __builtin_convertvector(whole, narrow);
       memcpy(to->value + g * GROUP + v * INTS, &some, sizeof some);
       sum += whole;
     }
     UNROLL for (int i = 0; i < INTS; i++) start -= 8 * (uint32_t)sum[i];
     to->start[g] = (int32_t)start;
-    to->scale[g] = largest / 32767;
+    to->scale[g] = finite ? largest / 32767 : (float)__builtin_nan("");
   }
 }
 
@@ -352,8 +354,8 @@ INLINE void product(Numbers w, Numbers scale, Numbers bias, int64_t rows, const 
                      o + TILE_OUTPUTS < last ? o + TILE_OUTPUTS : last);
     return;
   }
-  /* outputs whose weights stay in the cache */
-  const int64_t most = rows == 1 ? last - first : w.type == INT4 ? INT4_OUTPUTS : 16;
+  /* outputs whose weights stay in the cache; each block of four bits rounds x anew */
+  const int64_t most = rows == 1 ? last - first : w.type == INT4 ? 8 * INT4_OUTPUTS : 16;
 #define BLOCK(type, count, together)                                                              \
   product_block(type, count, together, x + m * x_row, x_row, w.at, scale, bias, y + m * y_row,    \
                 y_row, inputs, o, o + most < last ? o + most : last)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ssmzoo import Family, load_family
+from ssmzoo import Family, families, load_family
 
 from .modeling_bmojo import BMojoMixer
 
@@ -57,23 +57,26 @@ def copy(attention: nn.Module, mixer: BMojoMixer) -> None:
     for name in _LAYERS:
         _copy_layer(name, getattr(attention, name), getattr(ours, name))
     for name in ("k_proj", "v_proj"):
-        _copy_layer(name, getattr(attention, name), getattr(ours, f"memory_{name}"))
+        memory = getattr(ours, f"memory_{name}")
+        if memory is not None:
+            _copy_layer(name, getattr(attention, name), memory)
 
 
 def _family(ssm: Mapping[str, Any]) -> Family | None:
-    """Return the family of a state-space model, None of Mamba's block."""
-    return load_family(ssm["family"]) if "family" in ssm else None
+    """Return the family of a state-space model; None of Mamba's block, and where there is none."""
+    return load_family(ssm["family"]) if ssm.get("family") in families() else None
 
 
 def _copy_layer(name: str, old: Any, new: Any) -> None:
-    """Copy a layer's parameters where both have them."""
+    """Copy a layer's parameters, of those that the mixer could have all."""
     for part in ("weight", "bias"):
         given, ours = getattr(old, part, None), getattr(new, part, None)
-        if given is None or ours is None:
+        if given is None:
             continue
-        if given.shape != ours.shape:
+        if ours is None or given.shape != ours.shape:
             raise ValueError(
-                f"B'MOJO must have the heads of the attention that it starts from, {name} of "
-                f"{list(given.shape)}, got {list(ours.shape)}; set its fields so"
+                f"B'MOJO must have the {name}.{part} of the attention that it starts from, "
+                f"{list(given.shape)}, got {'none' if ours is None else list(ours.shape)}; set its "
+                "fields so, or take --start drawn"
             )
         ours.copy_(given)

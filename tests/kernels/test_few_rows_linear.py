@@ -140,8 +140,17 @@ def test_four_bits_take_the_largest_sums_and_keep_what_is_no_number():
     x = torch.randn(5, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3], x[4] = float("nan"), float("inf"), -float("inf"), 1e-42, 0
     y = few_rows_linear(x, weight)
-    assert not y[:3].isfinite().any()
+    assert y[:3].isnan().all()
     assert y[3:].eq(0).all()
+
+
+@torch.no_grad()
+def test_threads_share_four_bits_and_change_none(monkeypatch):
+    x, (_, weight) = torch.randn(3, 2080), int4(1000, 2080, torch.float32, 65)
+    alone = few_rows_linear(x, weight)
+    for threads in (2, 3, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert few_rows_linear(x, weight).equal(alone)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ssmzoo_kernels import native, use_backend
 from ssmzoo_kernels.dispatch import last_backend
+from ssmzoo_kernels.few_rows_linear import _pack
 from ssmzoo_kernels.token_step import Program, Value
 
 of_16_bits = pytest.mark.parametrize(
@@ -62,6 +63,21 @@ def test_linear_of_int8(dtype: torch.dtype, rows: int, inputs: int, outputs: int
     scale = random(outputs, 1, dtype=dtype)
     y = run(lambda p, v: p.linear(v, weight, bias, scale=scale), x)
     close(y, F.linear(x.double(), weight.double() * scale.double(), bias.double()), inputs)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_linear_of_int4(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, bias, scale = random(2, 160), random(1000), random(1000, 5)
+    q = torch.randint(-8, 8, (1000, 160), dtype=torch.int8)
+    packed, scales = _pack(q, scale, torch.zeros(1000, 5, dtype=torch.int8))  # type: ignore
+    y = run(lambda p, v: p.linear(v, packed, bias, scale=scales), x)
+    weight = (q.view(1000, 5, 32) * scale.double()[:, :, None]).view(1000, 160)
+    exact = F.linear(x.double(), weight, bias.double())
+    size = F.linear(x.double().abs(), weight.abs(), bias.double().abs())
+    largest = x.double().abs().view(2, 5, 32).amax(2, keepdim=True).expand(2, 5, 32).flatten(1)
+    allowed = F.linear(largest, weight.abs()) / 65534 + 164 * torch.finfo(torch.float32).eps * size
+    assert ((y - exact).abs() <= allowed).all()
 
 
 def test_linear_writes_parts_of_a_value() -> None:

@@ -250,7 +250,8 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
     Returns:
         q as int8 ``[O, I]`` and O scales; or packed as linear.h says, four to an int16, and float32
         scales for 32 inputs each, of which the same object is returned until they change as
-        autograd sees it (not by ``.data``). All contiguous.
+        autograd sees it (not by ``.data``). All contiguous; behind the O rows of what is packed lie
+        others up to a multiple of 64, which C reads.
     """
     kind = type(weight).__name__
     if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):

@@ -74,7 +74,7 @@ def kind_of(
 def _kind(where: str, name: str | None, section: str, shared: str) -> Kind:
     fields = json.loads(section)
     family, preset = fields.pop("family", name), fields.pop("preset", None)
-    if family is None:
+    if not isinstance(family, str):
         raise ValueError(f"{where} must name a family in its field family, got {section}")
     kind, model_class, presets = _source(where, family, family == name)
     if preset is not None and preset not in presets:
@@ -127,8 +127,8 @@ def _require_own(where: str, family: str, kind: type[SSMConfig], fields: Mapping
     for name in fields:
         if name in _SHARED:
             raise ValueError(
-                f"{where} must not set {name}, which all layers share; set it beside "
-                f"{where.partition('[')[0]}"
+                f"{where} must not set {name}, which all layers share; set it in the model's "
+                "configuration"
             )
         if name in kind.own_model:
             raise ValueError(
