@@ -162,7 +162,7 @@ def test_its_code_does_not_travel(tmp_path):
         ({"family": "longhron"}, "^ssm: no family named 'longhron'; did you mean 'longhorn'"),
         ({"family": "longhorn", "d_stat": 4}, "^ssm: LonghornConfig has no field 'd_stat'; did"),
         ({"family": "longhorn", "preset": "x"}, "^ssm: longhorn has no preset 'x'; presets"),
-        ({"family": "longhorn", "hidden_size": 4}, "^ssm must not set hidden_size, which all layers"),
+        ({"family": "longhorn", "hidden_size": 4}, "^ssm must not set hidden_size, which"),
         ({"family": "h3", "d_state": 3}, "^ssm: d_state must be even .*, got 3"),
         ({"family": "hybrid"}, "'hybrid', whose HybridModel has none"),
         ({"family": "attention", "sliding_window": 4}, "^ssm must be of another family, got a"),
