@@ -133,7 +133,6 @@ class LinearAttentionMixer(SSMMixer):
         ``position [B]``.
         """
         config = self.config
-        self._room.refresh(hidden_states, state)
         mixed, decay, beta, gate = self.in_proj(hidden_states).split(self.splits, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             mixed = self._normed_keys(mixed, self.q_norm, self.k_norm)
@@ -146,6 +145,7 @@ class LinearAttentionMixer(SSMMixer):
         log_decay, beta = self._decay(decay, beta)
         q = self._feature(split_heads(q, config.key_heads))
         if config.feature_map == "complement":
+            self._room.refresh(hidden_states, state)
             assert log_decay is not None
             k = -torch.expm1(log_decay).to(v.dtype)
         else:
