@@ -90,30 +90,22 @@ INLINE vec from_int8(bytes x) {
 /* LANES numbers from the i-th on, or `count` of them and zeros. */
 INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
   if (type == AS_REAL) return load_some((const REAL *)from + i, count);
-  size_t some = (size_t)(count < LANES ? count : LANES);
+  int64_t some = count < LANES ? count : LANES;
   if (type == INT8) {
     bytes narrow = {0};
     const int8_t *at = (const int8_t *)from + i;
     if (count >= LANES)
       memcpy(&narrow, at, sizeof narrow);
-    else if (VEC_BYTES == 16)
-      UNROLL for (int l = 0; l < LANES - 1; l++) {
-        if (l < count) narrow[l] = at[l];
-      }
     else
-      memcpy(&narrow, at, some);
+      LOAD_LANES(narrow, at, some);
     return from_int8(narrow);
   }
   halves x = {0};
   const uint16_t *at = (const uint16_t *)from + i;
   if (count >= LANES)
     memcpy(&x, at, sizeof x);
-  else if (VEC_BYTES == 16)
-    UNROLL for (int l = 0; l < LANES - 1; l++) {
-      if (l < count) x[l] = at[l];
-    }
   else
-    memcpy(&x, at, 2 * some);
+    LOAD_LANES(x, at, some);
   return type == BFLOAT16 ? from_bfloat16(x) : from_float16(x);
 }
 

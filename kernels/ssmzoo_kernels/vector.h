@@ -74,17 +74,23 @@ INLINE vec load(const REAL *from) {
 
 INLINE void store(REAL *to, vec x) { memcpy(to, &x, sizeof x); }
 
-/* The last vector of a row may have fewer channels than lanes; missing ones read as 0. Short vectors
- * are copied lane by lane: around a call, loops would keep on the stack what they hold in registers. */
+/* Load fewer lanes of x than it has. Short vectors are copied lane by lane: around a call, loops would
+ * keep on the stack what they hold in registers. */
+#define LOAD_LANES(x, from, count)                             \
+  do {                                                         \
+    if (VEC_BYTES == 16)                                       \
+      UNROLL for (int lane = 0; lane < LANES - 1; lane++) {    \
+        if (lane < (count)) (x)[lane] = (from)[lane];          \
+      }                                                        \
+    else                                                       \
+      memcpy(&(x), from, (size_t)(count) * sizeof *(from));    \
+  } while (0)
+
+/* The last vector of a row may have fewer channels than lanes; missing ones read as 0. */
 INLINE vec load_some(const REAL *from, int64_t count) {
   if (count >= LANES) return load(from);
   vec x = {0};
-  if (VEC_BYTES == 16)
-    UNROLL for (int i = 0; i < LANES - 1; i++) {
-      if (i < count) x[i] = from[i];
-    }
-  else
-    memcpy(&x, from, (size_t)count * sizeof(REAL));
+  LOAD_LANES(x, from, count);
   return x;
 }
 

@@ -72,11 +72,6 @@ class HybridConfig(SSMConfig):
         return (self.kind(name).config for name in self.kinds)
 
     @property
-    def finds_families(self) -> bool:
-        """True: ``kinds`` names them."""
-        return True
-
-    @property
     def causal(self) -> bool:
         """Whether no output depends on a later input."""
         return all(config.causal for config in self._configs())

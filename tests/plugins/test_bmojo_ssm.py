@@ -9,7 +9,13 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.oracles import bmojo as oracle
 from tests.plugins.logits import relative, tokens
 from tests.plugins.test_bmojo import DELTA, NORMED
-from tests.plugins.test_hybrid import TINY, assert_forms_are_equal, drawn, section
+from tests.plugins.test_hybrid import (
+    TINY,
+    assert_drawn_alike,
+    assert_forms_are_equal,
+    drawn,
+    section,
+)
 from tests.zoo import OURS
 
 from ssmzoo import load_family
@@ -84,14 +90,7 @@ def test_its_parameters_are_drawn_as_their_family_draws_them(name):
     model = inside(name).float()
     mixer = model.model.layers[1].mixer.ssm
     own, kind = load_family(name), model.config.ssm_kind
-    found = []
-    for drawer in (model, own.model_class(kind.config)):
-        for module in mixer.modules():
-            torch.manual_seed(0)
-            drawer._init_weights(module)
-        found.append({key: value.clone() for key, value in mixer.state_dict().items()})
-    for parameter, value in found[1].items():
-        assert torch.equal(found[0][parameter], value), parameter
+    assert_drawn_alike(mixer, model, own.model_class(kind.config))
 
 
 @pytest.mark.parametrize("fields", [{}, OFFSET])

@@ -122,19 +122,24 @@ def test_kinds_of_one_family_share_nothing():
     assert relative(model(ids).logits, model.lm_head(model.model.norm(x))) <= 1e-12
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_parameters_are_drawn_as_their_family_draws_them(name):
-    model = beside_attention(name, torch.float32)
-    mixer = model.model.layers[1].mixer
-    family, kind = load_family(name), model.config.kind(name)
+def assert_drawn_alike(mixer, *drawers):
+    """Two models draw the same parameters of a mixer."""
     found = []
-    for drawer in (model, family.model_class(kind.config)):
+    for drawer in drawers:
         for module in mixer.modules():
             torch.manual_seed(0)
             drawer._init_weights(module)
         found.append({name: value.clone() for name, value in mixer.state_dict().items()})
     for parameter, value in found[1].items():
         assert torch.equal(found[0][parameter], value), parameter
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_drawn_as_their_family_draws_them(name):
+    model = beside_attention(name, torch.float32)
+    mixer = model.model.layers[1].mixer
+    family, kind = load_family(name), model.config.kind(name)
+    assert_drawn_alike(mixer, model, family.model_class(kind.config))
 
 
 SIZES = {
