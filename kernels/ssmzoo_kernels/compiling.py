@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parent
-_SHARED = ("vector", "numbers", "linear", "matrices", "diagonal", "companion")
+_SHARED = ("vector", "numbers", "few_bits", "linear", "matrices", "diagonal", "companion")
 HEADERS = (
     *(_ROOT / f"{name}.h" for name in _SHARED),
     _ROOT / "scan" / "scan.h",

@@ -1,4 +1,4 @@
-/* Numbers of fewer bits than REAL: bfloat16, float16, int8. */
+/* Numbers of fewer bits than REAL: bfloat16, float16. */
 #ifndef SSMZOO_NUMBERS_H
 #define SSMZOO_NUMBERS_H
 
@@ -15,7 +15,6 @@ typedef struct {
   int64_t type;
 } Numbers;
 
-typedef int8_t bytes __attribute__((vector_size(LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef float floats __attribute__((vector_size(4 * LANES)));
@@ -63,43 +62,12 @@ INLINE vec from_float16(halves x) {
   return __builtin_convertvector((floats)((words)small | endless | sign), vec);
 }
 
-#ifdef NEON
-/* Numbers n to n + 3: each becomes the highest byte of its lane, which is divided by 2^24. */
-INLINE float32x4_t four_of_bytes(int8x16_t x, int n) {
-  const uint8x16_t highest = {16, 16, 16, 0, 16, 16, 16, 1, 16, 16, 16, 2, 16, 16, 16, 3};
-  return vcvtq_n_f32_s32((int32x4_t)vqtbl1q_s8(x, highest + (uint8_t)n), 24);
-}
-#endif
-
-INLINE vec from_int8(bytes x) {
-#ifdef __AVX512F__
-#define FLOATS(narrow) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(narrow))
-  if (LANES == 16) CONVERTED(__m128i, __m512, vec, FLOATS);
-#elif defined(__AVX2__)
-#define FLOATS(narrow) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow))
-  if (LANES == 8) CONVERTED(__m128i, __m256, vec, FLOATS);
-#elif defined(NEON)
-#define FLOATS(narrow) four_of_bytes((int8x16_t)vdupq_n_s32(narrow), 0)
-  if (LANES == 4) CONVERTED(int32_t, float32x4_t, vec, FLOATS);
-#endif
-  return __builtin_convertvector(x, vec);
-}
-#undef FLOATS
 #undef CONVERTED
 
 /* LANES numbers from the i-th on, or `count` of them and zeros. */
 INLINE vec read(int type, const void *from, int64_t i, int64_t count) {
   if (type == AS_REAL) return load_some((const REAL *)from + i, count);
   int64_t some = count < LANES ? count : LANES;
-  if (type == INT8) {
-    bytes narrow = {0};
-    const int8_t *at = (const int8_t *)from + i;
-    if (count >= LANES)
-      memcpy(&narrow, at, sizeof narrow);
-    else
-      LOAD_LANES(narrow, at, some);
-    return from_int8(narrow);
-  }
   halves x = {0};
   const uint16_t *at = (const uint16_t *)from + i;
   if (count >= LANES)

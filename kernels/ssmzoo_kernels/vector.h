@@ -41,6 +41,13 @@
 #define IN_TURN(x) (void)(x)
 #endif
 
+/* GCC would load x anew for each product of it: two thirds of the speed (Zen 3). */
+#ifdef __x86_64__
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define IN_REGISTER(x) IN_TURN(x)
+#endif
+
 /* Let what lies at `from` be loaded after x is computed: of many steps that do not wait for one
  * another, compilers would begin so many that NEON's registers do not hold them. */
 #ifdef NEON

@@ -67,23 +67,35 @@ def int8(outputs, inputs, dtype, **more):
     return q.double() * scale.double(), Int8Tensor(q, scale, dtype, **more)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 8, 9])
-@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 5), (65, 130)])
+def rounding(x, exact, group):
+    """What rounding x to 16 bits may change: each input by a 65,278th of its group's largest."""
+    groups = F.pad(x.double().abs(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+    largest = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., : x.shape[-1]]
+    return F.linear(largest, exact.abs()) / 65278
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 23, MOST_ROWS])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1, 1), (7, 5), (65, 130), (768, 515), (2400, 6), (4103, 3)]
+)
+@torch.no_grad()
 def test_int8_with_a_scale_a_row(dtype, rows, inputs, outputs):
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
     zero = torch.zeros(outputs, 1, dtype=torch.int8)
     exact, weight = int8(outputs, inputs, dtype, zero_point=zero)
-    with torch.no_grad():
-        y = few_rows_linear(x, weight, bias)
+    y = few_rows_linear(x, weight, bias)
     assert last_backend("few_rows_linear") == "cpu"
     size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
+    rounded = rounding(x, exact, 256)
     exact = F.linear(x.double(), exact, bias.double())
-    allowed = (inputs + 3) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * size
-    if dtype is torch.bfloat16:
+    allowed = (inputs + 4) * torch.finfo(torch.float32).eps * size + rounded
+    if dtype is not torch.float32:
         allowed += torch.finfo(dtype).eps / 2 * (exact.abs() + allowed)
     assert y.dtype == dtype
     assert ((y - exact).abs() <= allowed).all()
+    for row, alone in zip(y, x.split(1), strict=True):
+        assert few_rows_linear(alone, weight, bias)[0].equal(row)
 
 
 class IntxUnpackedToInt8Tensor(Int8Tensor):
@@ -99,13 +111,6 @@ def int4(outputs, inputs, dtype, groups, **more):
     return exact.view(outputs, inputs), IntxUnpackedToInt8Tensor(q, scale, dtype, **more)
 
 
-def rounding(x, exact):
-    """What rounding x to 16 bits may change: each input by a 65,534th of its group's largest."""
-    groups = F.pad(x.double().abs(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    largest = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., : x.shape[-1]]
-    return F.linear(largest, exact.abs()) / 65534
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 23, MOST_ROWS])
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
     y = few_rows_linear(x, weight, bias)
     assert last_backend("few_rows_linear") == "cpu"
     size = F.linear(x.double().abs(), exact.abs()) + bias.double().abs()
-    rounded = rounding(x, exact)
+    rounded = rounding(x, exact, 32)
     exact = F.linear(x.double(), exact, bias.double())
     allowed = (inputs + 4) * torch.finfo(torch.float32).eps * size + rounded
     if dtype is not torch.float32:
@@ -130,13 +135,16 @@ def test_int4_with_a_scale_a_group(dtype, rows, inputs, outputs, groups):
         assert few_rows_linear(alone, weight, bias)[0].equal(row)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_four_bits_take_the_largest_sums_and_keep_what_is_no_number():
-    _, weight = int4(65, 64, torch.float32, 2)
+def test_few_bits_take_the_largest_sums_and_keep_what_is_no_number(bits):
+    most = 2 ** (bits - 1)
+    weight = (int4(65, 64, torch.float32, 2) if bits == 4 else int8(65, 64, torch.float32))[1]
     weight.scale.fill_(1)
-    for q, x in ((7, 1), (-8, 1), (7, -1), (-8, -1)):
+    large = 32639.0  # is not rounded
+    for q, x in ((most - 1, large), (-most, large), (most - 1, -large), (-most, -large)):
         weight.qdata.fill_(q)
-        assert few_rows_linear(torch.full((1, 64), float(x)), weight).eq(64 * q * x).all()
+        assert few_rows_linear(torch.full((1, 64), x), weight).eq(64 * q * x).all()
     x = torch.randn(5, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3], x[4] = float("nan"), float("inf"), -float("inf"), 1e-42, 0
     y = few_rows_linear(x, weight)
@@ -144,9 +152,11 @@ def test_four_bits_take_the_largest_sums_and_keep_what_is_no_number():
     assert y[3:].eq(0).all()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_threads_share_four_bits_and_change_none(monkeypatch):
-    x, (_, weight) = torch.randn(3, 2080), int4(1000, 2080, torch.float32, 65)
+def test_threads_share_few_bits_and_change_none(monkeypatch, bits):
+    x, given = torch.randn(3, 2080), (1000, 2080, torch.float32)
+    weight = (int4(*given, 65) if bits == 4 else int8(*given))[1]
     alone = few_rows_linear(x, weight)
     for threads in (2, 3, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -175,11 +185,12 @@ def test_other_weights_of_few_bits_are_left_to_their_own_code():
     wide = int4(9, 32, torch.float32, 1)[1]
     wide.qdata[3, 4] = 8
     others = [odd, wide, int4(9, 32, torch.float32, 1, zero_point=ones)[1]]
+    others += [int8(9, 32, torch.float64)[1], int4(9, 32, torch.float64, 1)[1]]
     for more in ({"zero_point": ones}, {"act_quant_kwargs": object()}):
         others.append(int8(9, 32, torch.float32, **more)[1])
     for weight in others:
         with torch.no_grad(), pytest.raises(AssertionError, match="was called"):
-            few_rows_linear(x, weight)
+            few_rows_linear(x.to(weight.dtype), weight)
     assert last_backend("few_rows_linear") is None
 
 

@@ -244,12 +244,13 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
     ``weight ~ scale q``, symmetric, of its ``Int8Tensor`` with a scale a row or of its
     ``IntxUnpackedToInt8Tensor`` of four bits with a scale a row or for groups of 32 inputs or more.
     An entry is off by half its scale: of 8 bits a 254th of its row's greatest number, of 4 bits a
-    15th of its group's. Beside 4 bits the kernel for few rows rounds each input to 16 bits, by at
-    most a 65,534th of the largest of its 32; llama.cpp rounds inputs to 8 bits.
+    15th of its group's. The kernel for few rows rounds each input to 16 bits, by at most a 65,278th
+    of the largest of its 256 (8 bits) or 32 (4 bits); llama.cpp rounds inputs to 8 bits. float64
+    is left to torchao.
 
     Returns:
-        q as int8 ``[O, I]`` and O scales; or packed as linear.h says, four to an int16, and float32
-        scales for 32 inputs each, of which the same object is returned until they change as
+        q as int8 ``[O, I]`` and O scales; or, as few_bits.h says, four packed to an int16 and
+        float32 scales for 32 inputs each, of which the same object is returned until they change as
         autograd sees it (not by ``.data``). All contiguous; behind the O rows of what is packed lie
         others up to a multiple of 64, which C reads.
     """
@@ -264,6 +265,7 @@ def few_bits(weight: Any) -> tuple[Tensor, Tensor] | None:
         or q.dtype is not torch.int8
         or q.dim() != 2
         or q.device.type != "cpu"
+        or weight.dtype is torch.float64
         or not (q.is_contiguous() and scale.is_contiguous())
         or any(getattr(weight, name, None) is not None for name in _OF_ACTIVATIONS)
     ):
@@ -289,7 +291,7 @@ _packed_weights: Any = WeakTensorKeyDictionary()  # by q
 
 
 def _packed(q: Tensor, weight: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Pack q as linear.h reads four bits; None if it has others, or scales for other groups."""
+    """Pack q as few_bits.h reads four bits; None if it has others, or scales for other groups."""
     known = _packed_weights.get(q)
     try:  # torchao writes into q and scale below autograd, which counts for the weight alone
         versions = [x._version for x in (weight, q, *parts)]
