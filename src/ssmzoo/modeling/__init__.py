@@ -59,6 +59,7 @@ from ssmzoo.modeling.packing import (
 )
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel, check_weights, require_fields
 from ssmzoo.modeling.prompt import PromptState, load_state, prefill
+from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.sequence_parallel import packed_piece, sequence_cache, sequence_piece
 from ssmzoo.modeling.ssm_layer import SSMLayer
 from ssmzoo.modeling.state_adapter import (
@@ -88,6 +89,7 @@ __all__ = [
     "Linear",
     "ModuleParts",
     "PromptState",
+    "QuantizedStateCache",
     "RMSNorm",
     "SSMBlock",
     "SSMConfig",

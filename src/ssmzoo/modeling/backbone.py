@@ -44,6 +44,7 @@ from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.norms import BatchNorm, make_norm
 from ssmzoo.modeling.packing import Sequences, flip_steps
 from ssmzoo.modeling.pretrained import SSMPreTrainedModel
+from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.sequence_parallel import PassingCache, SequenceParallelCache
 from ssmzoo.modeling.state_passing import CutRows
 
@@ -364,13 +365,14 @@ class SSMModel(SSMPreTrainedModel):
         What a model does to embeddings before its blocks comes first here.
         """
         batch, shown = hidden_states.shape[0], []
-        passing = cache if isinstance(cache, SequenceParallelCache) else None
+        by_layer = (SequenceParallelCache, QuantizedStateCache)
+        opened = cache if isinstance(cache, by_layer) else None
         if packing is not None:
             hidden_states = packing.flat(hidden_states)
         if self.dropout.training:
             hidden_states = self.dropout(hidden_states, packing)
         joined: Mapping[int, JoinedBlocks] = {}
-        one = hidden_states.shape[1] == 1 and passing is None and not output_hidden_states
+        one = hidden_states.shape[1] == 1 and opened is None and not output_hidden_states
         if one and is_token(self, hidden_states, packing):
             joined = joined_blocks(self, states)
         done = 0  # layers that were read together
@@ -389,9 +391,11 @@ class SSMModel(SSMPreTrainedModel):
                 given = hidden_states if packing is None else packing.batch(hidden_states, batch)
                 shown.append(given)
                 hidden_states = given.view_as(given) if packing is None else packing.flat(given)
-            if passing is not None:
-                passing.open_layer(index, state, hidden_states)
+            if opened is not None:
+                opened.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
+            if isinstance(opened, QuantizedStateCache):
+                opened.close_layer(index, state, self.startable_states(index, state.final))
         if isinstance(self.norm, BatchNorm) and packing is not None:
             hidden_states = self.norm(hidden_states, packing.real())
         elif self.norm is not None:

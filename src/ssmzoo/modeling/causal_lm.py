@@ -23,6 +23,7 @@ from ssmzoo.modeling.layers import Linear
 from ssmzoo.modeling.losses import next_token_loss
 from ssmzoo.modeling.packing import without_holes
 from ssmzoo.modeling.prompt import PromptState, prefill
+from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.sequence_parallel import SequenceParallelCache, require_shifted
 from ssmzoo.modeling.static_cache import StaticStateCache
 
@@ -236,9 +237,9 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             next((place[name] for place in places if place.get(name) is not None), None)
             for name in ("cache_implementation", "assistant_early_exit")
         )
-        if kind in ("quantized", "paged"):
+        if kind == "paged":
             raise ValueError(
-                f"cache_implementation must be left out, got {kind!r}, which is for attention's "
+                "cache_implementation must be left out, got 'paged', which is for attention's "
                 f"keys and values; the state of {type(self).__name__} has a fixed size"
             )
         layers = self.config.num_hidden_layers
@@ -248,10 +249,10 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             )
         prepare = super()._prepare_generation_config  # pyright: ignore[reportAttributeAccessIssue]
         prepared, model_kwargs = prepare(generation_config, **kwargs)
-        if kind not in (None, "static"):
+        if kind not in (None, "static", "quantized"):
             _LOGGER.warning_once(
                 f"cache_implementation={kind!r} changes nothing: the state of "
-                f"{type(self).__name__} has one kind beside 'static', which keeps it in place"
+                f"{type(self).__name__} has no kind but 'static' and 'quantized' beside its own"
             )
             prepared.cache_implementation = None
         if prepared.is_assistant:  # or the model's own setting would call for an assistant again
@@ -303,13 +304,14 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
     ) -> None:
         """Give ``generate`` our cache; transformers' own would not count the tokens."""
         given = model_kwargs.get(CACHE)
-        static = generation_config.cache_implementation == "static"
+        asked = generation_config.cache_implementation
+        kind = {"static": StaticStateCache, "quantized": QuantizedStateCache}.get(asked, StateCache)
         # a prompt's lookup proposes past the end, at most after all tokens but the last two
         most = max_cache_length + max((generation_config.prompt_lookup_num_tokens or 0) - 1, 0)
         if given is not None:
-            if static and not isinstance(given, StaticStateCache):
+            if not isinstance(given, kind):
                 raise ValueError(
-                    "cache_implementation='static' needs a StaticStateCache as cache, "
+                    f"cache_implementation={asked!r} needs a {kind.__name__} as cache, "
                     f"or none, got a {type(given).__name__}; leave one of the two out"
                 )
             room = given.max_cache_len
@@ -320,8 +322,9 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
                 )
             model_kwargs[CACHE] = given_state(given, generation_config, model_kwargs, batch_size)
         elif generation_config.use_cache is not False:
+            static = kind is StaticStateCache
             model_kwargs[CACHE] = (
-                self._static_cache(generation_config, most) if static else StateCache(self.config)
+                self._static_cache(generation_config, most) if static else kind(self.config)
             )
             if generation_config.is_assistant:  # its proposals may be taken back
                 model_kwargs[CACHE].activate_past_recording()

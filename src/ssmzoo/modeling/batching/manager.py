@@ -34,7 +34,8 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from ssmzoo.modeling.batching.prefixes import Prefixes
 from ssmzoo.modeling.batching.rows import DecodingRows, tokens_read
 from ssmzoo.modeling.batching.sampling import Sampler
-from ssmzoo.modeling.cache import RecurrentCache
+from ssmzoo.modeling.cache import RecurrentCache, StateCache, backbone_of
+from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.state_memory import free_bytes, state_size
 
 PIECE = 128  # tokens between two states of a prompt that are kept
@@ -172,8 +173,7 @@ class _Processor(ContinuousBatchProcessor):
         self._config = manager.generation_config
         self._seeds = manager.seeds
         self._model: Any = manager.model
-        self._rows = DecodingRows(self._model)
-        self._bytes = state_size(self._model)
+        self._bytes = state_size(self._model, self._new_cache)
         first = self._bytes(1)
         self._state_grows = self._bytes(2) > first
         share = MEMORY if config.max_memory_percent is None else config.max_memory_percent
@@ -198,12 +198,24 @@ class _Processor(ContinuousBatchProcessor):
     def reset(self) -> None:
         """Forget all requests and states: the weights may be others."""
         self._requests = self.scheduler = _Requests()  # pyright: ignore[reportAttributeAccessIssue]
-        self._rows = DecodingRows(self._model)
+        self._rows = DecodingRows(self._model, self._new_cache)
         self._prompt: _Prompt | None = None
         self._outputs: list[RequestState] = []
         self._samplers: dict[str, Sampler] = {}
         self._mixed: set[str] = set()  # requests whose states are of several weights
         self._prefixes.clear()
+
+    def _new_cache(self) -> RecurrentCache:
+        """Return what keeps the state of a new request."""
+        backbone, kind = backbone_of(self._model), self._config.cache_implementation
+        if kind != "quantized":
+            return backbone.cache_class(backbone.config)
+        if not issubclass(backbone.cache_class, StateCache):
+            raise ValueError(
+                "cache_implementation must be left out, got 'quantized', which a "
+                f"{type(self._model).__name__} has for attention alone"
+            )
+        return QuantizedStateCache(backbone.config)
 
     def forget_states(self) -> None:
         """Share no state that was made so far."""
@@ -256,7 +268,7 @@ class _Processor(ContinuousBatchProcessor):
         for request in [*self._requests.active.values(), *self._requests.waiting.values()]:
             self._fail(request, error)
         self._requests.waiting.clear()
-        self._rows, self._prompt = DecodingRows(self._model), None
+        self._rows, self._prompt = DecodingRows(self._model, self._new_cache), None
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         """Hand over a failed request, and each other answer that was asked of it."""

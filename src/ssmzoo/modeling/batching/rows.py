@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ class DecodingRows:
 
     Args:
         model: A causal language model that keeps a state.
+        new_cache: Makes what keeps it.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, new_cache: Callable[[], RecurrentCache]) -> None:
+        self._model, self._new_cache = model, new_cache
         self._growing: set[tuple[int, str]] = set()  # layers and names of states with all tokens
         self.requests: list[RequestState] = []
         self.cache: RecurrentCache | None = None
@@ -31,7 +32,7 @@ class DecodingRows:
 
     def read(self, tokens: Sequence[int], cache: RecurrentCache | None) -> RecurrentCache:
         """Read some tokens of one row behind its state, if it has one; return its new state."""
-        state = self._started(cache)
+        state = self._new_cache() if cache is None else cache
         backbone_of(self._model)(self._ids([tokens]), **{CACHE: state})
         return state
 
@@ -39,7 +40,7 @@ class DecodingRows:
         self, tokens: Sequence[int], cache: RecurrentCache | None
     ) -> tuple[Tensor, RecurrentCache]:
         """Read the last tokens of a prompt; return the logits ``[1, V]`` and the state."""
-        state = self._started(cache)
+        state = self._new_cache() if cache is None else cache
         return self._logits(self._ids([tokens]), state), state
 
     def add(self, requests: Sequence[RequestState], cache: RecurrentCache) -> None:
@@ -85,10 +86,6 @@ class DecodingRows:
                 if state.shape != shapes[layer][name]:
                     self._growing.add((layer, name))
         return logits
-
-    def _started(self, cache: RecurrentCache | None) -> RecurrentCache:
-        backbone = backbone_of(self._model)
-        return backbone.cache_class(backbone.config) if cache is None else cache
 
     def _ids(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor([list(row) for row in rows], device=self._model.device)
