@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import ssmzoo
 from ssmzoo import load_family
+from ssmzoo.modeling import load_state, prefill
 from ssmzoo.modeling.batching.manager import PIECE
 from ssmzoo.modeling.batching.prefixes import Prefixes
 
@@ -402,6 +403,59 @@ def test_states_of_other_weights_are_dropped():
             changed.model.layers[0].mixer.out_proj.weight.mul_(2)
         name = manager.add_request([*prompt, 7])
         assert results(manager, {name})[name].generated_tokens == alone(changed, [*prompt, 7])[0]
+
+
+@pytest.mark.parametrize("kind", [None, "quantized"])
+def test_a_prompt_from_a_file_is_not_read_again(model, monkeypatch, tmp_path, kind):
+    from ssmzoo.modeling.batching import manager as module
+
+    read, own = [], module.DecodingRows.finish
+
+    def finish(self, tokens, cache):
+        read.append(len(tokens))
+        return own(self, tokens, cache)
+
+    monkeypatch.setattr(module.DecodingRows, "finish", finish)
+    prompt = torch.arange(50).remainder(90).tolist()
+    prefill(model, torch.tensor([prompt])).save_pretrained(tmp_path)
+    config = copy.deepcopy(GREEDY)
+    config.cache_implementation = kind
+    with model.continuous_batching_context_manager(generation_config=config) as manager:
+        manager.share(load_state(tmp_path, model))
+        ask = [*prompt, 5, 6]
+        name = manager.add_request(ask)
+        tokens = results(manager, {name})[name].generated_tokens
+        assert read == [3]  # the last token of the prompt was not read
+        if kind is None:
+            assert tokens == alone(model, ask)[0]
+        assert len(tokens) == GREEDY.max_new_tokens
+
+
+@newer
+def test_only_prompts_of_this_model_as_it_is_are_shared():
+    changed, other, prompt = build("longhorn"), build("longhorn"), torch.tensor([[5, 6] * PIECE])
+    with changed.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        with pytest.raises(ValueError, match="must have been read by the model of this manager"):
+            manager.share(prefill(other, prompt))
+        with pytest.raises(ValueError, match=r"one row without padding, got .* \[2, 256\]"):
+            manager.share(prefill(changed, prompt.expand(2, -1)))
+        before = prefill(changed, prompt)
+        manager.share(before)
+        with manager.pause(), torch.no_grad():
+            changed.model.layers[0].mixer.out_proj.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="weights changed since it read this prompt"):
+            manager.share(before)
+        ask = [*prompt[0].tolist(), 7]
+        name = manager.add_request(ask)
+        assert results(manager, {name})[name].generated_tokens == alone(changed, ask)[0]
+    unshared = ContinuousBatchingConfig(allow_block_sharing=False)
+    with (
+        changed.continuous_batching_context_manager(
+            generation_config=GREEDY, continuous_batching_config=unshared
+        ) as manager,
+        pytest.raises(ValueError, match="allow_block_sharing=False shares no prompts"),
+    ):
+        manager.share(prefill(changed, prompt))
 
 
 def test_a_kept_manager_knows_no_state_of_other_weights():

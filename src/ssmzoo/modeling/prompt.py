@@ -79,6 +79,18 @@ class PromptState:
             CACHE: copy.deepcopy(self.cache),
         }
 
+    def require_same_weights(self) -> None:
+        """Check that the model is as it was when it read the prompt.
+
+        Raises:
+            RuntimeError: Its weights changed.
+        """
+        if _versions(self.model) != self.versions:
+            raise RuntimeError(
+                "the model's weights changed since it read this prompt, so its state is out of "
+                "date; call prefill again"
+            )
+
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write ``state.safetensors`` into a folder: states, tokens and the digest of the weights.
 
@@ -89,11 +101,7 @@ class PromptState:
             ValueError: Weights are offloaded.
             OSError: The folder cannot be written to.
         """
-        if _versions(self.model) != self.versions:
-            raise RuntimeError(
-                "the model's weights changed since it read this prompt, so its state is out of "
-                "date; call prefill again"
-            )
+        self.require_same_weights()
         digest, folder = weights_digest(backbone_of(self.model)), Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.cache.write(

@@ -35,6 +35,7 @@ from ssmzoo.modeling.batching.prefixes import Prefixes
 from ssmzoo.modeling.batching.rows import DecodingRows, tokens_read
 from ssmzoo.modeling.batching.sampling import Sampler
 from ssmzoo.modeling.cache import RecurrentCache, StateCache, backbone_of
+from ssmzoo.modeling.prompt import PromptState
 from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.state_memory import free_bytes, state_size
 
@@ -67,6 +68,7 @@ class StateManager(ContinuousBatchingManager):
         seed = int(torch.randint(2**32, ())) if config.seed is None else config.seed
         self.seeds = itertools.count(seed)  # of requests that bring none
         self.input_queue = queue.Queue(config.max_queue_size)
+        self.prompts: queue.Queue[PromptState] = queue.Queue()  # of share
         self.cancel_queue = queue.Queue()
         self.output_router = OutputRouter()
         self.background_thread_status = BackgroundThreadStatus()
@@ -96,6 +98,33 @@ class StateManager(ContinuousBatchingManager):
             generation_config or model.generation_config,
             continuous_batching_config or ContinuousBatchingConfig(),
         )
+
+    def share(self, prompt: PromptState) -> None:
+        """Let requests that begin with a prompt that was read start behind it.
+
+        It is kept like those of other requests, as long as there is room and it is used.
+
+        Args:
+            prompt: What ``prefill`` or ``load_state`` of ``ssmzoo.modeling`` returned, of one row.
+
+        Raises:
+            ValueError: Another model read it, it has several rows, or nothing is shared.
+            RuntimeError: The weights changed since.
+        """
+        if prompt.model is not self.model:
+            raise ValueError(
+                "prompt must have been read by the model of this manager; call prefill or "
+                "load_state with that"
+            )
+        if len(prompt.input_ids) != 1 or not prompt.attention_mask.all():
+            raise ValueError(
+                "prompt must be one row without padding, got input_ids of shape "
+                f"{list(prompt.input_ids.shape)}"
+            )
+        if not self.continuous_batching_config.allow_block_sharing:
+            raise ValueError("allow_block_sharing=False shares no prompts; leave it out")
+        prompt.require_same_weights()
+        self.prompts.put(prompt)
 
     @contextmanager
     def pause(self) -> Generator[None]:
@@ -163,6 +192,7 @@ class _Processor(ContinuousBatchProcessor):
         config = manager.continuous_batching_config
         self.cb_config = config
         self.input_queue, self.cancel_queue = manager.input_queue, manager.cancel_queue
+        self._prompts = manager.prompts
         self.output_router = manager.output_router
         self.background_thread_status = manager.background_thread_status
         self.distributed_helper = manager.distributed_helper
@@ -219,6 +249,7 @@ class _Processor(ContinuousBatchProcessor):
 
     def forget_states(self) -> None:
         """Share no state that was made so far."""
+        self._keep_prompts()
         self._prefixes.clear()
         self._mixed = {*self._requests.active}
 
@@ -305,9 +336,18 @@ class _Processor(ContinuousBatchProcessor):
                 return None
             self._requests.take_oldest()
             request.status = RequestStatus.PREFILLING
+            self._keep_prompts()
             self._prompt = _Prompt(request, *self._prefixes.longest(request.initial_tokens))
             return self._prompt
         return None
+
+    def _keep_prompts(self) -> None:
+        """Keep the states of prompts that were read elsewhere."""
+        while not self._prompts.empty():
+            prompt, cache = self._prompts.get(), self._new_cache()
+            cache.set_states(prompt.cache.get_states())
+            cache.seen_tokens, cache.adapter = prompt.cache.seen_tokens, prompt.cache.adapter
+            self._prefixes.put(prompt.input_ids[0, :-1].tolist(), cache)
 
     def _require_answerable(self, request: RequestState) -> None:
         """Fail unless a request can be answered.
