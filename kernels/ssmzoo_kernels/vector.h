@@ -52,8 +52,10 @@
  * another, compilers would begin so many that NEON's registers do not hold them. */
 #ifdef NEON
 #define LOAD_AFTER(x, from) __asm__("" : "+r"(from) : "w"(x))
+#define COEFFICIENT(row) load(row)
 #else
 #define LOAD_AFTER(x, from) (void)(from)
+#define COEFFICIENT(row) splat((row)[0])
 #endif
 
 typedef REAL vec __attribute__((vector_size(VEC_BYTES)));
@@ -202,6 +204,21 @@ INLINE REAL total(vec x) {
 /* The sum of four vectors, as loops keep that add to each in turn. */
 INLINE REAL joined(const vec *sums) { return total((sums[0] + sums[1]) + (sums[2] + sums[3])); }
 
+/* A coefficient of a polynomial, in each lane of a short vector of floats. */
+#define FOUR(x) {x, x, x, x}
+
+/* The sum of fit[i] x^i. NEON adds to a copy of each coefficient. From memory it costs no more than
+ * from a register, and they would fill half of those: so they are loaded, a few at a time. */
+INLINE vec polynomial(const REAL (*fit)[4], const int last, vec x) {
+  LOAD_AFTER(x, fit);
+  vec sum = COEFFICIENT(fit[last]);
+  UNROLL for (int i = last - 1; i >= 0; i--) {
+    if (i % 4 == 3) LOAD_AFTER(sum, fit);
+    sum = sum * x + COEFFICIENT(fit[i]);
+  }
+  return sum;
+}
+
 /* exp(x) = 2^n exp(r), |r| <= ln(2)/2, exp(r) by its series. Beyond the range the result is the
  * smallest normal number or infinity; NaN stays NaN. */
 INLINE vec exponential(vec x) {
@@ -210,18 +227,16 @@ INLINE vec exponential(vec x) {
   const REAL shift = wide ? 0x1.8p52 : 0x1.8p23;
   const REAL ln2_high = wide ? 0x1.62e42feep-1 : 0x1.62ep-1;
   const REAL ln2_low = wide ? 0x1.a39ef35793c76p-33 : 0x1.0bfbe8p-15;
-  static const double series[] = {1.0,           1.0,            1.0 / 2,         1.0 / 6,
-                                  1.0 / 24,      1.0 / 120,      1.0 / 720,       1.0 / 5040,
-                                  1.0 / 40320,   1.0 / 362880,   1.0 / 3628800,   1.0 / 39916800,
-                                  1.0 / 479001600, 1.0 / 6227020800};
-  const int terms = wide ? 13 : 7;
+  static const REAL series[][4] = {
+      FOUR(1.0), FOUR(1.0), FOUR(1.0 / 2), FOUR(1.0 / 6), FOUR(1.0 / 24), FOUR(1.0 / 120),
+      FOUR(1.0 / 720), FOUR(1.0 / 5040), FOUR(1.0 / 40320), FOUR(1.0 / 362880), FOUR(1.0 / 3628800),
+      FOUR(1.0 / 39916800), FOUR(1.0 / 479001600), FOUR(1.0 / 6227020800)};
   mask over = x > splat(high);
   x = at_least(at_most(x, high), low);
   vec shifted = x * splat((REAL)1.4426950408889634) + splat(shift); /* n in the low bits */
   vec n = shifted - splat(shift);
   vec r = x - n * splat(ln2_high) - n * splat(ln2_low);
-  vec sum = splat((REAL)series[terms]);
-  UNROLL for (int i = terms - 1; i >= 0; i--) sum = sum * r + splat((REAL)series[i]);
+  vec sum = polynomial(series, wide ? 13 : 7, r);
   mask power = ((mask)shifted << (wide ? 52 : 23)) + (mask)splat(1);
   return pick(over, splat((REAL)__builtin_inf()), sum * (vec)power);
 }
@@ -234,14 +249,16 @@ typedef struct {
 /* `rest` is r Q(r) with r = x - n, Q the polynomial of least relative error, 2.1e-8, in float and the
  * series in double: what errs where 2^x is close to 1 is x by that factor, not 2^x by that much. */
 INLINE Power power(vec x) {
-  static const float least[] = {0x1.62e430p-1f, 0x1.ebfbdep-3f,  0x1.c6af6ep-5f,
-                                0x1.3b2ba0p-7f, 0x1.5f07b4p-10f, 0x1.4308fap-13f};
-  static const double series[] = {
-      0.69314718055994530942,    0.24022650695910071233,    0.055504108664821579953,
-      0.0096181291076284771620,  0.0013333558146428443423,  0.00015403530393381609954,
-      1.5252733804059840280e-5,  1.3215486790144309488e-6,  1.0178086009239699727e-7,
-      7.0549116208011233299e-9,  4.4455382718708114976e-10, 2.5678435993488205142e-11,
-      1.3691488853904128881e-12};
+  static const REAL least[][4] = {
+      FOUR(0x1.62e430p-1f), FOUR(0x1.ebfbdep-3f), FOUR(0x1.c6af6ep-5f), FOUR(0x1.3b2ba0p-7f),
+      FOUR(0x1.5f07b4p-10f), FOUR(0x1.4308fap-13f)};
+  static const REAL series[][4] = {
+      FOUR(0.69314718055994530942), FOUR(0.24022650695910071233), FOUR(0.055504108664821579953),
+      FOUR(0.0096181291076284771620), FOUR(0.0013333558146428443423),
+      FOUR(0.00015403530393381609954), FOUR(1.5252733804059840280e-5),
+      FOUR(1.3215486790144309488e-6), FOUR(1.0178086009239699727e-7),
+      FOUR(7.0549116208011233299e-9), FOUR(4.4455382718708114976e-10),
+      FOUR(2.5678435993488205142e-11), FOUR(1.3691488853904128881e-12)};
   const int wide = sizeof(REAL) == 8, last = wide ? 12 : 5;
 #ifdef __AVX512F__
   vec n; /* of a NaN and a bound, max returns its second operand */
@@ -258,10 +275,8 @@ INLINE Power power(vec x) {
   x = at_least(at_most(x, high), low);
   vec n = (x + splat(shift)) - splat(shift);
 #endif
-  vec r = x - n, sum = splat(wide ? (REAL)series[last] : (REAL)least[last]);
-  UNROLL for (int i = last - 1; i >= 0; i--)
-    sum = sum * r + splat(wide ? (REAL)series[i] : (REAL)least[i]);
-  return (Power){n, sum * r};
+  vec r = x - n;
+  return (Power){n, polynomial(wide ? series : least, last, r) * r};
 }
 
 /* 2^n x, for the n of a power. Without AVX-512 it is 0 or infinite where 2^n is no normal number. */
@@ -286,11 +301,13 @@ INLINE vec sigmoid(vec x) { return splat(1) / (splat(1) + exponential(-x)); }
 
 /* log(1 + y) = 2 artanh(y / (2 + y)) on 0 <= y <= 1, by its series */
 INLINE vec log_one_plus(vec y) {
-  const int last = sizeof(REAL) == 8 ? 16 : 7;
-  vec s = y / (splat(2) + y), square = s * s, sum = splat((REAL)(1.0 / (2 * last + 1)));
-  UNROLL for (int i = last - 1; i >= 0; i--)
-    sum = sum * square + splat((REAL)(1.0 / (2 * i + 1)));
-  return splat(2) * s * sum;
+  static const REAL series[][4] = {
+      FOUR(1.0), FOUR(1.0 / 3), FOUR(1.0 / 5), FOUR(1.0 / 7), FOUR(1.0 / 9), FOUR(1.0 / 11),
+      FOUR(1.0 / 13), FOUR(1.0 / 15), FOUR(1.0 / 17), FOUR(1.0 / 19), FOUR(1.0 / 21),
+      FOUR(1.0 / 23), FOUR(1.0 / 25), FOUR(1.0 / 27), FOUR(1.0 / 29), FOUR(1.0 / 31),
+      FOUR(1.0 / 33)};
+  vec s = y / (splat(2) + y);
+  return splat(2) * s * polynomial(series, sizeof(REAL) == 8 ? 16 : 7, s * s);
 }
 
 /* log(1 + exp(x)), and above 20 x itself, as in torch */

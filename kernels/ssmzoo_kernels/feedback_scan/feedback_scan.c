@@ -74,8 +74,7 @@ INLINE vec within(vec x, REAL limit) {
   x = (vec)_mm512_min_ps((__m512)splat(limit), (__m512)x);
   return (vec)_mm512_max_ps((__m512)splat(-limit), (__m512)x);
 #else
-  x = pick(x > splat(limit), splat(limit), x);
-  return pick(x < splat(-limit), splat(-limit), x);
+  return at_least(at_most(x, limit), -limit);
 #endif
 }
 
@@ -86,33 +85,21 @@ INLINE vec within(vec x, REAL limit) {
 INLINE vec gate(vec x) {
   const int wide = sizeof(REAL) == 8;
   const REAL limit = wide ? 700 : 80, shift = wide ? 0x1.8p52 : 0x1.8p23;
-  static const double narrow_fit[] = {1.0,
-                                      0.6931471880262287811,
-                                      0.2402265076056812694,
-                                      0.05550357114219077819,
-                                      0.009618082557277851491,
-                                      0.001339086336467123438,
-                                      0.0001545316294512069018};
-  static const double wide_fit[] = {1.0,
-                                    0.6931471805599453094,
-                                    0.2402265069591009822,
-                                    0.05550410866482159434,
-                                    0.009618129107606888527,
-                                    0.001333355814641693531,
-                                    0.0001540353044173605015,
-                                    0.00001525273382983611839,
-                                    1.321544258792168965e-6,
-                                    1.017806244584577352e-7,
-                                    7.0725859492692237e-9,
-                                    4.454960598186518394e-10};
-  const double *fit = wide ? wide_fit : narrow_fit;
-  const int degree = wide ? 11 : 6;
+  static const REAL narrow_fit[][4] = {
+      FOUR(1.0), FOUR(0.6931471880262287811), FOUR(0.2402265076056812694),
+      FOUR(0.05550357114219077819), FOUR(0.009618082557277851491), FOUR(0.001339086336467123438),
+      FOUR(0.0001545316294512069018)};
+  static const REAL wide_fit[][4] = {
+      FOUR(1.0), FOUR(0.6931471805599453094), FOUR(0.2402265069591009822),
+      FOUR(0.05550410866482159434), FOUR(0.009618129107606888527), FOUR(0.001333355814641693531),
+      FOUR(0.0001540353044173605015), FOUR(0.00001525273382983611839),
+      FOUR(1.321544258792168965e-6), FOUR(1.017806244584577352e-7), FOUR(7.0725859492692237e-9),
+      FOUR(4.454960598186518394e-10)};
   const vec scale = splat((REAL)-1.4426950408889634);
   x = within(x, limit);
   vec shifted = x * scale + splat(shift); /* n in the low bits */
   vec r = x * scale - (shifted - splat(shift));
-  vec power = splat((REAL)fit[degree]);
-  UNROLL for (int i = degree - 1; i >= 0; i--) power = power * r + splat((REAL)fit[i]);
+  vec power = polynomial(wide ? wide_fit : narrow_fit, wide ? 11 : 6, r);
   power = (vec)((mask)power + ((mask)shifted << (wide ? 52 : 23)));
   return splat(1) / (splat(1) + power);
 }

@@ -103,12 +103,13 @@ INLINE vec step(vec S, vec key, const Param *param, const Token *x, Memo *memo) 
 /* d weight / d A = (delta a - weight) / A, or delta^2 sum_k (k + 1) / (k + 2)! (delta A)^k where that
  * would cancel */
 INLINE vec bend(const Param *param, const Token *x, const Memo *memo) {
-  const int last = sizeof(REAL) == 8 ? 14 : 7;
+  static const REAL terms[][4] = {
+      FOUR(1.0 / 2), FOUR(2.0 / 6), FOUR(3.0 / 24), FOUR(4.0 / 120), FOUR(5.0 / 720),
+      FOUR(6.0 / 5040), FOUR(7.0 / 40320), FOUR(8.0 / 362880), FOUR(9.0 / 3628800),
+      FOUR(10.0 / 39916800), FOUR(11.0 / 479001600), FOUR(12.0 / 6227020800),
+      FOUR(13.0 / 87178291200), FOUR(14.0 / 1307674368000), FOUR(15.0 / 20922789888000)};
   vec exponent = x->delta * param->rate, natural = exponent * splat((REAL)LN2);
-  double factorial = 1, terms[15];
-  UNROLL for (int i = 0; i <= last; i++) terms[i] = (i + 1) / (factorial *= i + 2);
-  vec sum = splat((REAL)terms[last]);
-  UNROLL for (int i = last - 1; i >= 0; i--) sum = sum * natural + splat((REAL)terms[i]);
+  vec sum = polynomial(terms, sizeof(REAL) == 8 ? 14 : 7, natural);
   vec away = (x->delta * memo->decay - memo->weight) * param->inverse;
   return pick(size_of(exponent) < splat((REAL)0.5), x->delta * x->delta * sum, away);
 }
