@@ -6,7 +6,7 @@
  */
 #include "vector.h"
 
-enum { ENERGY = 1 };
+enum { ENERGY = 1, ABREAST = 2 };
 
 typedef struct {
   vec u, rate;

@@ -7,6 +7,7 @@
  * includes this file, on vectors of channels:
  *
  *     ENERGY                     whether |k|^2 matters to it
+ *     ABREAST                    how many steps NEON's registers hold at once, 1 or 2
  *     Token                      what a token means to a channel vector
  *     Param                      what the learned param means to it; may be empty
  *     Memo                       what a step leaves for its adjoint; may be empty
@@ -184,6 +185,13 @@ static void march_few(vec *states, const Param *params, int64_t few, int64_t pad
   }
 }
 
+/* Let the next step begin after these states, `last` the newest one, are computed. */
+#define STEP_AFTER(last, first) \
+  do {                          \
+    LOAD_AFTER(last, params);   \
+    LOAD_AFTER(first, keys);    \
+  } while (0)
+
 /* March a tile of states through a chunk, adding what it reads to `read` unless that is null; fetch
  * `ahead` tokens of the next chunk meanwhile. */
 INLINE void march(const Inputs *in, vec *states, const Param *params, int64_t padded,
@@ -208,10 +216,10 @@ INLINE void march(const Inputs *in, vec *states, const Param *params, int64_t pa
         Memo none;
         S[v][n] = step(S[v][n], splat(keys[t * padded + n]), p, &x, &none);
         if (read) even += S[v][n] * splat(queries[t * padded + n]);
+        if (ABREAST == 1) STEP_AFTER(S[v][n], S[v][n]);
         S[v][n + 1] = step(S[v][n + 1], splat(keys[t * padded + n + 1]), p + 1, &x, &none);
         if (read) odd += S[v][n + 1] * splat(queries[t * padded + n + 1]);
-        LOAD_AFTER(S[v][n + 1], params);
-        LOAD_AFTER(S[v][n], keys);
+        STEP_AFTER(S[v][n + 1], S[v][n + 2 - ABREAST]);
       }
       if (read) read[t * VECTORS + v] = even + odd;
     }
@@ -357,10 +365,7 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
         S[v][n] = step(S[v][n], splat(keys[t * padded + n]), params + v * padded + n, &x,
                        memos + (t * VT + v) * NT + n);
         history[((t + 1) * VT + v) * NT + n] = S[v][n];
-        if (n % 2) {
-          LOAD_AFTER(S[v][n], params);
-          LOAD_AFTER(S[v][n - 1], keys);
-        }
+        if (n % ABREAST == ABREAST - 1) STEP_AFTER(S[v][n], S[v][n + 1 - ABREAST]);
       }
     }
   vec G[VT][NT];
@@ -391,6 +396,12 @@ INLINE void march_back(const Inputs *in, const Gradients *grad, const vec *state
         G[v][n] = adjoint(G[v][n] + g * query, from, key, params + v * padded + n, &x,
                           memos + (t * VT + v) * NT + n, &sum, &grad_key[n],
                           &grad_params[v * padded + n]);
+        if (n % ABREAST < ABREAST - 1) continue;
+        if (ABREAST == 1) LOAD_AFTER(grad_params[v * padded + n], params);
+        LOAD_AFTER(o, grad_query);
+        LOAD_AFTER(G[v][n], grad_key);
+        UNROLL for (int i = 0; i < (int)(sizeof sum / sizeof o); i++)
+          LOAD_AFTER(((const vec *)&sum)[i], keys);
       }
       sums[t * VECTORS + v] = sum;
       read[t * VECTORS + v] = o;

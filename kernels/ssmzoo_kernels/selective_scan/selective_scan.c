@@ -8,7 +8,11 @@
  */
 #include "vector.h"
 
-enum { ENERGY = 0 };
+#ifdef ZOH
+enum { ENERGY = 0, ABREAST = 1 };
+#else
+enum { ENERGY = 0, ABREAST = 2 };
+#endif
 
 static const double LOG2_E = 1.4426950408889634074, LN2 = 0.69314718055994530942;
 
