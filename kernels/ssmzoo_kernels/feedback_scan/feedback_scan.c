@@ -261,7 +261,7 @@ INLINE void march(vec *states, const Params *p, Chunk *chunk, int64_t at, int64_
                   vec *history, vec *gates, const int keep, const int driven, const int VT,
                   const int NT) {
   vec x[TILE];
-  const vec *w = p->w;
+  const vec *w = p->w, *lam = p->lam;
   UNROLL for (int k = 0; k < TILE; k++) x[k] = states[k];
   for (int64_t t = 0; t < tokens; t++)
     UNROLL for (int v = 0; v < VT; v++) {
@@ -274,8 +274,11 @@ INLINE void march(vec *states, const Params *p, Chunk *chunk, int64_t at, int64_
           history[t * TILE + k] = x[k];
           gates[t * TILE + k] = s;
         }
-        x[k] = step(x[k], p->lam[k], s, u);
-        if (k % 2) LOAD_AFTER(x[k], w);
+        x[k] = step(x[k], lam[k], s, u);
+        if (k % 2) {
+          LOAD_AFTER(x[k], w);
+          LOAD_AFTER(x[k - 1], lam);
+        }
       }
       if (what & READ) {
         vec read = chunk->read[here];
@@ -317,6 +320,14 @@ INLINE Sums sums_at(const Sums *s, int64_t i) {
   return (Sums){s->lam + i, s->w + i, s->C + i, s->filter + i};
 }
 
+/* Whether the gradients of C and filter have a loop of their own: NEON has no registers for these
+ * sums beside those of lam and w. */
+#ifdef NEON
+enum { APART = 1 };
+#else
+enum { APART = 0 };
+#endif
+
 /* Carry the gradient of a part of a tile back through a chunk. Gradients of parameters are added to
  * `sums`, the same four as Params. */
 INLINE void march_back(vec *carry, const Params *p, const Chunk *chunk, Back *back, int64_t at,
@@ -339,10 +350,10 @@ INLINE void march_back(vec *carry, const Params *p, const Chunk *chunk, Back *ba
       UNROLL for (int k = v * NT; k < v * NT + NT; k++) {
         vec before = history[t * TILE + k], s = gates[t * TILE + k];
         vec a = G[k] + g * p->C[k];
-        C[k] += g * after[k];
+        if (!APART) C[k] += g * after[k];
         if (filtered) {
           a += h * p->filter[k];
-          filter[k] += h * after[k];
+          if (!APART) filter[k] += h * after[k];
         }
         vec written = a * s;
         vec opened = a * (p->lam[k] * before + u) * (s - s * s);
@@ -363,6 +374,28 @@ INLINE void march_back(vec *carry, const Params *p, const Chunk *chunk, Back *ba
     carry[k] = G[k];
     add(&sums->lam[k], lam[k]);
     add(&sums->w[k], w[k]);
+    if (APART) continue;
+    add(&sums->C[k], C[k]);
+    if (filtered) add(&sums->filter[k], filter[k]);
+  }
+}
+
+/* The gradients of C and filter, where they have a loop of their own. */
+INLINE void read_back(const Back *back, int64_t at, int64_t tokens, const vec *history,
+                      const Sums *sums, const int filtered, const int VT, const int NT) {
+  vec C[HALF] = {{0}}, filter[HALF] = {{0}};
+  for (int64_t t = tokens - 1; t >= 0; t--)
+    UNROLL for (int v = 0; v < VT; v++) {
+      int64_t here = t * VECTORS + at + v;
+      vec g = back->read[here], h = {0};
+      if (filtered) h = back->filter[here];
+      UNROLL for (int k = v * NT; k < v * NT + NT; k++) {
+        vec after = history[(t + 1) * TILE + k];
+        C[k] += g * after;
+        if (filtered) filter[k] += h * after;
+      }
+    }
+  UNROLL for (int k = 0; k < HALF; k++) {
     add(&sums->C[k], C[k]);
     if (filtered) add(&sums->filter[k], filter[k]);
   }
@@ -389,8 +422,12 @@ static void keep_tile(int wide, vec *states, const Params *p, Chunk *chunk, int6
 }
 
 /* Going back, a state needs four vectors: half a tile at a time. */
-#define MARCH_BACK(...)                                                                           \
-  march_back(carry + k, &own, chunk, back, v, tokens, history + k, gates + k, &to, __VA_ARGS__)
+#define MARCH_BACK(FILTERED, DRIVEN, ...)                                                         \
+  do {                                                                                            \
+    if (APART) read_back(back, v, tokens, history + k, &to, FILTERED, __VA_ARGS__);               \
+    march_back(carry + k, &own, chunk, back, v, tokens, history + k, gates + k, &to, FILTERED,    \
+               DRIVEN, __VA_ARGS__);                                                              \
+  } while (0)
 
 static void march_tile_back(int wide, vec *carry, const Params *p, const Chunk *chunk, Back *back,
                             int64_t at, int64_t tokens, const vec *history, const vec *gates,
