@@ -55,7 +55,7 @@ def mamba(layers: int) -> MambaForCausalLM:
 
 
 def write_gguf(model: MambaForCausalLM, path: Path) -> None:
-    """Write a Mamba as llama.cpp reads it, in float32 and without a tokenizer."""
+    """Write a Mamba as llama.cpp reads it, in float32; each token is a word, its number."""
     import gguf  # pyright: ignore[reportMissingImports]
 
     config: Any = model.config
@@ -71,7 +71,11 @@ def write_gguf(model: MambaForCausalLM, path: Path) -> None:
     writer.add_ssm_time_step_rank(int(config.time_step_rank))
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"\u2581{token}" for token in range(config.vocab_size)])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_add_bos_token(False)
     writer.add_file_type(FILES["F32"])
     tensors = {"token_embd.weight": model.backbone.embeddings.weight}
     tensors["output_norm.weight"] = model.backbone.norm_f.weight
@@ -103,12 +107,9 @@ def write_gguf(model: MambaForCausalLM, path: Path) -> None:
 class Llama:
     """A file in llama.cpp, in a process of its own: it has another OpenMP than torch."""
 
-    def __init__(
-        self, python: str, source: Path, kind: str, threads: int, length: int, rows: int = 1
-    ) -> None:
+    def __init__(self, python: str, source: Path, kind: str, threads: int) -> None:
         worker = Path(__file__).with_name("llama_worker.py")
-        numbers = [str(number) for number in (FILES[kind], threads, length, rows)]
-        command = [python, worker, source, *numbers]
+        command = [python, worker, source, str(FILES[kind]), str(threads), str(2 * PROMPT)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -125,10 +126,6 @@ class Llama:
     def seconds(self, tokens: list[int], at_once: bool) -> float:
         """Read tokens behind what was read, at once or one by one."""
         return self._ask(read=tokens, at_once=at_once)
-
-    def together(self, rows: list[list[int]], behind: int) -> float:
-        """Read tokens of several rows behind so many of each; return the seconds."""
-        return self._ask(rows=rows, behind=behind)
 
     def forget(self) -> None:
         """Begin anew."""
@@ -207,9 +204,7 @@ def runners(python: str, layers: int, folder: Path) -> dict[tuple[str, str], Cal
     write_gguf(mamba(layers), source)
     found: dict[tuple[str, str], Callable[[int], Any]] = {}
     for kind in FILES:
-        found["llama.cpp", kind] = lambda threads, kind=kind: Llama(
-            python, source, kind, threads, 2 * PROMPT
-        )
+        found["llama.cpp", kind] = lambda threads, kind=kind: Llama(python, source, kind, threads)
     from ssmzoo_bmojo.convert_bmojo import from_mamba
 
     longhorn = load_family("longhorn")

@@ -1,8 +1,7 @@
-"""One model in llama.cpp, for llama.py: `llama_worker.py FILE PRECISION THREADS CONTEXT ROWS`.
+"""One model in llama.cpp, for llama.py: `llama_worker.py FILE PRECISION THREADS CONTEXT`.
 
 FILE is in float32; another precision, by llama.cpp's number, is written beside it once. Requests
 and answers are lines of JSON: `{"read": [ids], "at_once": true}` takes so many seconds,
-`{"rows": [[ids], [ids]], "behind": 5}` too, of tokens behind five of each row, read together;
 `{"forget": true}` begins anew, `{"logits": 10}` are the last token's first ten.
 """
 
@@ -33,21 +32,9 @@ def quantized(source: Path, precision: int) -> Path:
     return target
 
 
-def batch_of(rows: list[list[int]], behind: int) -> object:
-    """Return tokens of several rows, each row's last one with logits."""
-    placed = [(row, at, token) for row, ids in enumerate(rows) for at, token in enumerate(ids)]
-    batch = llama.llama_batch_init(len(placed), 0, 1)
-    batch.n_tokens = len(placed)
-    for i, (row, at, token) in enumerate(placed):
-        batch.token[i], batch.pos[i] = token, behind + at
-        batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
-        batch.logits[i] = at + 1 == len(rows[row])
-    return batch
-
-
 def main() -> None:
     """Answer until the input ends."""
-    source, precision, threads, length, rows = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    source, precision, threads, length = Path(sys.argv[1]), *map(int, sys.argv[2:])
     llama.llama_log_set(silent, None)
     llama.llama_backend_init()
     path = quantized(source, precision)
@@ -55,7 +42,6 @@ def main() -> None:
     settings = llama.llama_context_default_params()
     settings.n_ctx = settings.n_batch = settings.n_ubatch = length
     settings.n_threads = settings.n_threads_batch = threads
-    settings.n_seq_max = rows
     context = llama.llama_init_from_model(model, settings)
     if not context:
         sys.exit(f"llama.cpp did not load {path}")
@@ -71,13 +57,6 @@ def main() -> None:
                 if llama.llama_decode(context, llama.llama_batch_get_one(given, len(piece))):
                     sys.exit("llama.cpp did not read the tokens")
             answer = time.perf_counter() - start
-        elif "rows" in request:
-            batch = batch_of(request["rows"], request["behind"])
-            start = time.perf_counter()
-            if llama.llama_decode(context, batch):
-                sys.exit("llama.cpp did not read the rows")
-            answer = time.perf_counter() - start
-            llama.llama_batch_free(batch)
         elif "forget" in request:
             llama.llama_memory_clear(llama.llama_get_memory(context), True)
         else:
