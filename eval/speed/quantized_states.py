@@ -1,12 +1,12 @@
 """What states in 12 and in 8 bits cost, token by token, through 65,536 tokens.
 
-Usage: python eval/speed/quantized_states.py [--text MODEL ...] [--recall MODEL ...]
+Usage: python eval/speed/quantized_states.py --text MODEL ... --recall MODEL
 
 ``float32`` is the usual cache; ``12 bits`` is ``QuantizedStateCache``; ``8 bits`` is the same with
-the lower 4 bits dropped after every token. Of models of text, bits per byte of this repository's
-own modeling code, in 4 rows, of all tokens and of the last 8,192. Of models that solve
-``induction_heads``, the share of 32 rows of that length whose target they name. Then decoding
-Longhorn-125m with random weights by 64 rows: milliseconds a step and the state's bytes a row.
+the lower 4 bits dropped after every token. First decoding Longhorn-125m with random weights by 64
+rows: milliseconds a step and the state's bytes a row. Of models of bytes, bits per byte of this
+repository's own code, in 4 rows, of all tokens and of the last 8,192. Of a model that solves
+``induction_heads`` of that length, the share of 32 rows whose target it names.
 Writes eval/speed/quantized_states.csv.
 """
 
@@ -72,7 +72,7 @@ def recalled(model: Any, ids: Tensor, targets: Tensor, cache: StateCache) -> flo
 
 
 def text() -> str:
-    """Return this repository's own modeling code."""
+    """Return this repository's own code."""
     files = sorted((ROOT / "src" / "ssmzoo").rglob("*.py"))
     return "".join(path.read_text("utf-8") for path in files)
 
@@ -94,8 +94,8 @@ def decoding(kind: Callable[[Any], StateCache]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description="What states in few bits cost.")
-    parser.add_argument("--text", nargs="*", default=[])
-    parser.add_argument("--recall", nargs="*", default=[])
+    parser.add_argument("--text", nargs="+", required=True)
+    parser.add_argument("--recall", required=True)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
 
@@ -116,11 +116,10 @@ def main() -> None:
             add(Path(path).name, name, bits=f"{every:.4f}", bits_last=f"{last:.4f}")
     task = {"vocab_size": 9, "num_symbols": 7, "seed": 5}
     inputs, labels = map(torch.from_numpy, induction_heads(32, seq_len=TOKENS, **task))
-    for path in given.recall:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for name, kind in KINDS.items():
-            found = recalled(model, inputs[:, :TOKENS], labels[:, -1], kind(model.config))
-            add("longhorn on induction_heads", name, recall=f"{found:.3f}")
+    model = AutoModelForCausalLM.from_pretrained(given.recall, dtype=torch.float32).eval()
+    for name, kind in KINDS.items():
+        found = recalled(model, inputs[:, :TOKENS], labels[:, -1], kind(model.config))
+        add(f"{model.config.model_type}, induction_heads", name, recall=f"{found:.3f}")
     write_table(rows, Path(__file__).with_suffix(".csv"))
 
 

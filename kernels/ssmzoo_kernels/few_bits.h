@@ -53,7 +53,7 @@ static __attribute__((noinline)) void round_piece(const REAL *x, int64_t inputs,
     }
     UNROLL for (int i = 0; i < INTS; i++) whole_sum += sum[i];
     to->sum[g] = whole_sum;
-    to->scale[g] = finite ? largest / LARGEST : (float)__builtin_nan("");
+    to->scale[g] = largest / LARGEST; /* times zeros if it is infinite */
   }
 }
 

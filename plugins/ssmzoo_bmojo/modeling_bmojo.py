@@ -168,6 +168,7 @@ class BMojoMixer(SSMMixer):
         for module in ssm.modules():
             vars(module)["is_foreign"] = True
         self.written_in_place |= {_INNER + name for name in ssm.written_in_place}
+        self.decaying_states = frozenset(_INNER + name for name in ssm.decaying_states)
         if ssm.startable_states is not None:
             self.startable_states = frozenset(_INNER + name for name in ssm.startable_states)
         return ssm

@@ -80,6 +80,7 @@ class RTFMixer(FilterBank):
     written_in_place = frozenset({"ring"})  # a step fills its free place
     # not ``owed``, which follows from the modes
     startable_states = frozenset({"ring", "position", "modes", "inputs", "conv"})
+    decaying_states = frozenset({"modes"})
 
     def __init__(self, config: RTFConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)

@@ -66,6 +66,7 @@ class RWKV7Mixer(SSMMixer):
     param_group_names: ClassVar[Mapping[str, str]] = dict.fromkeys(_OWN, "ssm")
     reads_residual: ClassVar[bool] = True
     hands_on: ClassVar[tuple[str, ...]] = ("first_values",)
+    decaying_states = frozenset({"delta_rule"})
     config: RWKV7Config
 
     def __init__(self, config: RWKV7Config, layer_idx: int) -> None:

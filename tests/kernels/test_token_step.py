@@ -389,3 +389,7 @@ def test_weights_that_cannot_be_read_are_refused() -> None:
         program.rms_norm(x, torch.ones(4, dtype=torch.int8), 1e-5)
     with pytest.raises(ValueError, match="must be contiguous"):
         program.linear(x, torch.ones(4, 2).T)
+    program = Program(torch.float64)
+    x = program.input(0, torch.float64, 4)
+    with pytest.raises(ValueError, match=r"must be torch\.float64, got torch\.int8"):
+        program.linear(x, torch.ones(2, 4, dtype=torch.int8), scale=torch.ones(2))

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 import ssmzoo
 from ssmzoo import load_family
-from ssmzoo.modeling import load_state, prefill
+from ssmzoo.modeling import QuantizedStateCache, StateCache, load_state, prefill
 from ssmzoo.modeling.batching.manager import PIECE
 from ssmzoo.modeling.batching.prefixes import Prefixes
 
@@ -26,6 +26,7 @@ newer = pytest.mark.skipif(
     not hasattr(ContinuousBatchingManager, "pause"),
     reason="transformers has no pauses yet, and returns one of several answers",
 )
+ZERO = torch.tensor([0])
 GREEDY = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
 DRAWN = GenerationConfig(
     max_new_tokens=9, do_sample=True, temperature=0.9, top_k=20, eos_token_id=None, pad_token_id=0
@@ -405,7 +406,7 @@ def test_states_of_other_weights_are_dropped():
         assert results(manager, {name})[name].generated_tokens == alone(changed, [*prompt, 7])[0]
 
 
-@pytest.mark.parametrize("kind", [None, "quantized"])
+@pytest.mark.parametrize("kind", [None, QuantizedStateCache])
 def test_a_prompt_from_a_file_is_not_read_again(model, monkeypatch, tmp_path, kind):
     from ssmzoo.modeling.batching import manager as module
 
@@ -419,13 +420,18 @@ def test_a_prompt_from_a_file_is_not_read_again(model, monkeypatch, tmp_path, ki
     prompt = torch.arange(50).remainder(90).tolist()
     prefill(model, torch.tensor([prompt])).save_pretrained(tmp_path)
     config = copy.deepcopy(GREEDY)
-    config.cache_implementation = kind
+    config.cache_implementation = kind and "quantized"
     with model.continuous_batching_context_manager(generation_config=config) as manager:
         manager.share(load_state(tmp_path, model))
         ask = [*prompt, 5, 6]
         name = manager.add_request(ask)
         tokens = results(manager, {name})[name].generated_tokens
         assert read == [3]  # the last token of the prompt was not read
+        assert type(manager.batch_processor._new_cache()) is (kind or StateCache)
+        kept = [*manager.batch_processor._prefixes._held.values()]
+        assert {(type(cache), cache.seen_tokens >= 49) for cache in kept} == {
+            (kind or StateCache, True)
+        }
         if kind is None:
             assert tokens == alone(model, ask)[0]
         assert len(tokens) == GREEDY.max_new_tokens
@@ -439,15 +445,21 @@ def test_only_prompts_of_this_model_as_it_is_are_shared():
             manager.share(prefill(other, prompt))
         with pytest.raises(ValueError, match=r"one row without padding, got .* \[2, 256\]"):
             manager.share(prefill(changed, prompt.expand(2, -1)))
+        with pytest.raises(ValueError, match="one row without padding"):
+            manager.share(prefill(changed, prompt, torch.ones_like(prompt).index_fill(1, ZERO, 0)))
+        with pytest.raises(TypeError, match="what prefill or load_state returns, got a str"):
+            manager.share("my-prompt")
         before = prefill(changed, prompt)
         manager.share(before)
         with manager.pause(), torch.no_grad():
             changed.model.layers[0].mixer.out_proj.weight.mul_(2)
+            manager.share(prefill(changed, torch.tensor([[5, 6, 7, 8]])))
         with pytest.raises(RuntimeError, match="weights changed since it read this prompt"):
             manager.share(before)
         ask = [*prompt[0].tolist(), 7]
         name = manager.add_request(ask)
         assert results(manager, {name})[name].generated_tokens == alone(changed, ask)[0]
+        assert (5, 6, 7) in manager.batch_processor._prefixes._held
     unshared = ContinuousBatchingConfig(allow_block_sharing=False)
     with (
         changed.continuous_batching_context_manager(

@@ -291,7 +291,9 @@ class Writer:
         for i, weight in enumerate(weights):
             if weight is None:
                 continue
-            few_bits = FEW_BITS.get(weight.dtype) if kind == Code.LINEAR and i == 0 else None
+            few_bits = None
+            if kind == Code.LINEAR and i == 0 and self.dtype is torch.float32:
+                few_bits = FEW_BITS.get(weight.dtype)
             if weight.dtype not in (self.dtype, *halves) and few_bits is None:
                 more = " or of 16 bits" if halves else ""
                 raise ValueError(f"Program: weights must be {self.dtype}{more}, got {weight.dtype}")

@@ -395,7 +395,7 @@ class SSMModel(SSMPreTrainedModel):
                 opened.open_layer(index, state, hidden_states)
             hidden_states = layer(hidden_states, state, packing)
             if isinstance(opened, QuantizedStateCache):
-                opened.close_layer(index, state, self.startable_states(index, state.final))
+                opened.close_layer(index, state, cast(Any, layer).decaying_states)
         if isinstance(self.norm, BatchNorm) and packing is not None:
             hidden_states = self.norm(hidden_states, packing.real())
         elif self.norm is not None:

@@ -46,6 +46,7 @@ class SSMBlock(GradientCheckpointingLayer):
         self.prenorm = config.prenorm
         self.reads_residual = mixer.reads_residual
         self.startable_states = mixer.startable_states
+        self.decaying_states = mixer.decaying_states
         self.residual = config.residual
         self.counts_tokens = config.norm_type == "batch"
         self.norm = make_norm(config)

@@ -86,6 +86,10 @@ class RecurrentCache(RollbackCache):
         """Return all tensors of each layer, buffers without a state among them."""
         return self.get_states()
 
+    def full_states(self) -> list[dict[str, Tensor]]:
+        """Return each layer's states as other kinds of cache read them."""
+        return self.get_states()
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has seen, padding included."""
         return self.seen_tokens
@@ -216,7 +220,7 @@ class RecurrentCache(RollbackCache):
         """Write the state, other tensors and notes into one file, complete or not at all."""
         self._require_no_pending()
         began = None if self.adapter is None else self.adapter.digest()
-        states = dict(enumerate(self.get_states()))
+        states = dict(enumerate(self.full_states()))
         write_states(path, StateFile(self.owner, states, self.seen_tokens, began, others, notes))
 
     @classmethod

@@ -249,6 +249,11 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             )
         prepare = super()._prepare_generation_config  # pyright: ignore[reportAttributeAccessIssue]
         prepared, model_kwargs = prepare(generation_config, **kwargs)
+        if kind == "quantized" and prepared.cache_config is not None:
+            raise ValueError(
+                "cache_config must be left out beside cache_implementation='quantized', which "
+                f"always has 12 bits, got {prepared.cache_config!r}"
+            )
         if kind not in (None, "static", "quantized"):
             _LOGGER.warning_once(
                 f"cache_implementation={kind!r} changes nothing: the state of "
@@ -312,7 +317,8 @@ class SSMForCausalLM(SSMHead, GenerationMixin):
             if not isinstance(given, kind):
                 raise ValueError(
                     f"cache_implementation={asked!r} needs a {kind.__name__} as cache, "
-                    f"or none, got a {type(given).__name__}; leave one of the two out"
+                    f"or none, got a {type(given).__name__}; leave one of the two out, or load a "
+                    f"saved state by {kind.__name__}.load"
                 )
             room = given.max_cache_len
             if room is not None and room < most:

@@ -49,6 +49,8 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
             wide as the model and float32 at least; programs have it as a state.
         startable_states: How the states begin that a :class:`StateAdapter` gives a mixer to start
             from: it trains those of real numbers, and counters are zero; None: all.
+        decaying_states: The states in which all that was read decays, of real numbers; these a
+            :class:`QuantizedStateCache` rounds.
         writes_tokens: Whether :meth:`write_token` is of the class that :meth:`forward` is of.
     """
 
@@ -59,6 +61,7 @@ class SSMMixer(nn.Module, metaclass=_NaNUntilDrawn):
     written_in_place: frozenset[str] = frozenset()
     hands_on: ClassVar[tuple[str, ...]] = ()
     startable_states: frozenset[str] | None = None
+    decaying_states: frozenset[str] = frozenset({"ssm"})
     writes_tokens: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FILE_NAME = "state.safetensors"
+CHANGED = (
+    "the model's weights changed since it read this prompt, so its state is out of date; call "
+    "prefill again"
+)
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,9 @@ class PromptState:
             CACHE: copy.deepcopy(self.cache),
         }
 
-    def require_same_weights(self) -> None:
-        """Check that the model is as it was when it read the prompt.
-
-        Raises:
-            RuntimeError: Its weights changed.
-        """
-        if _versions(self.model) != self.versions:
-            raise RuntimeError(
-                "the model's weights changed since it read this prompt, so its state is out of "
-                "date; call prefill again"
-            )
+    def is_current(self) -> bool:
+        """Return whether the model's weights are those that read the prompt."""
+        return _versions(self.model) == self.versions
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write ``state.safetensors`` into a folder: states, tokens and the digest of the weights.
@@ -101,7 +97,8 @@ class PromptState:
             ValueError: Weights are offloaded.
             OSError: The folder cannot be written to.
         """
-        self.require_same_weights()
+        if not self.is_current():
+            raise RuntimeError(CHANGED)
         digest, folder = weights_digest(backbone_of(self.model)), Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         self.cache.write(

@@ -1,16 +1,17 @@
 """A state in 12 bits a number between two calls: 8 bits, and 4 of what these leave.
 
-A layer's recurrent states are float32 only while the layer reads. Rounding a state to 8 bits at
-every token loses what it holds, since each step adds less than it rounds away; with the error kept
-in 4 more bits (vllm#55196) a step's share stays. Numbers stand as whole multiples, up to 2,047, of
-a step that 64 neighbours share.
+A layer's state is in full only while the layer reads. Rounded to 8 bits at every token it loses
+what it holds, since a token adds less than is rounded away; with 4 more bits for the error
+(vllm#55196) that stays. Numbers are whole multiples, up to 2,047, of a step that 64 neighbours
+share.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Set as AbstractSet
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ def unpack(packed: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 class QuantizedLayer(CacheLayer):
-    """One layer's states, those of real numbers as bytes, and what they are in full."""
+    """One layer's states, those that decay as bytes, and what these are in full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +68,11 @@ class QuantizedLayer(CacheLayer):
 
 
 class QuantizedStateCache(StateCache):
-    """A :class:`StateCache` that takes 2.5 times less memory for recurrent states in float32.
+    """A :class:`StateCache` that takes 2.5 times less memory for states that decay.
 
-    Which states these are is what a state adapter would train (``SSMMixer.startable_states``);
-    keys, values and tokens that a layer keeps stay as they are. Every call rounds them once, so a
-    prompt read at once and token by token no longer give the same numbers. Files have full states:
-    :class:`StateCache` reads them, too.
+    They are those of ``SSMMixer.decaying_states``; keys, values and inputs that a layer keeps stay
+    as they are. Every call rounds them once, so a prompt read at once and token by token no longer
+    give the same numbers. Files have full states: :class:`StateCache` reads them, too.
 
     Args:
         config: The configuration of the model it will serve.
@@ -85,25 +85,38 @@ class QuantizedStateCache(StateCache):
         """Give a layer its states in full."""
         state.initial = self.layers[index].unpacked(state.initial)
 
-    def close_layer(self, index: int, state: LayerState, recurrent: Mapping[str, Tensor]) -> None:
-        """Pack the recurrent ones of the states that a layer left.
+    def close_layer(self, index: int, state: LayerState, decaying: AbstractSet[str]) -> None:
+        """Pack those of a layer's states that decay, and drop what it had in full.
 
         Raises:
             ValueError: A gradient's graph hangs on them.
         """
-        for name, final in recurrent.items():
+        state.initial, layer = {}, self.layers[index]
+        for name in decaying & state.final.keys():
+            final = state.final[name]
             if final.requires_grad:
                 raise ValueError(
                     "a QuantizedStateCache must be used under torch.no_grad(), got state "
                     f"{name!r} of layer {index} with a graph; take a StateCache to train"
                 )
-            if final.is_floating_point():
-                self.layers[index].kinds[name] = final.shape[1:], final.dtype
-                state.final[name] = pack(final)
+            if layer.kinds.get(name) != (kind := (final.shape[1:], final.dtype)):
+                layer.kinds = {**layer.kinds, name: kind}  # copies of the layer have their own
+            state.final[name] = pack(final)
 
-    def write(self, *args: Any, **kwargs: Any) -> None:
-        """Write the full states, as :meth:`StateCache.write` does."""
-        full = StateCache(self.config)
-        full.set_states([layer.unpacked(layer.states) for layer in self.layers])
-        full.seen_tokens, full.pending, full.adapter = self.seen_tokens, self.pending, self.adapter
-        full.write(*args, **kwargs)
+    def take(self, states: list[LayerState], hidden_states: Tensor) -> Tensor:
+        """Take the states that a call left.
+
+        Raises:
+            ValueError: None of them is packed.
+        """
+        if not any(layer.kinds for layer in self.layers):
+            kind = type(self.config).__name__.removesuffix("Config")
+            raise ValueError(
+                f"a QuantizedStateCache needs states that decay, and this {kind} keeps none; take "
+                "a StateCache, and leave cache_implementation out"
+            )
+        return super().take(states, hidden_states)
+
+    def full_states(self) -> list[dict[str, Tensor]]:
+        """Return each layer's states, not packed."""
+        return [layer.unpacked(layer.states) for layer in self.layers]

@@ -35,7 +35,7 @@ from ssmzoo.modeling.batching.prefixes import Prefixes
 from ssmzoo.modeling.batching.rows import DecodingRows, tokens_read
 from ssmzoo.modeling.batching.sampling import Sampler
 from ssmzoo.modeling.cache import RecurrentCache, StateCache, backbone_of
-from ssmzoo.modeling.prompt import PromptState
+from ssmzoo.modeling.prompt import CHANGED, PromptState
 from ssmzoo.modeling.quantized_cache import QuantizedStateCache
 from ssmzoo.modeling.state_memory import free_bytes, state_size
 
@@ -68,7 +68,7 @@ class StateManager(ContinuousBatchingManager):
         seed = int(torch.randint(2**32, ())) if config.seed is None else config.seed
         self.seeds = itertools.count(seed)  # of requests that bring none
         self.input_queue = queue.Queue(config.max_queue_size)
-        self.prompts: queue.Queue[PromptState] = queue.Queue()  # of share
+        self.prompts: dict[tuple[int, ...], PromptState] = {}  # of share, until the next request
         self.cancel_queue = queue.Queue()
         self.output_router = OutputRouter()
         self.background_thread_status = BackgroundThreadStatus()
@@ -110,7 +110,12 @@ class StateManager(ContinuousBatchingManager):
         Raises:
             ValueError: Another model read it, it has several rows, or nothing is shared.
             RuntimeError: The weights changed since.
+            TypeError: It is no such prompt.
         """
+        if not isinstance(prompt, PromptState):
+            raise TypeError(
+                f"prompt must be what prefill or load_state returns, got a {type(prompt).__name__}"
+            )
         if prompt.model is not self.model:
             raise ValueError(
                 "prompt must have been read by the model of this manager; call prefill or "
@@ -123,8 +128,9 @@ class StateManager(ContinuousBatchingManager):
             )
         if not self.continuous_batching_config.allow_block_sharing:
             raise ValueError("allow_block_sharing=False shares no prompts; leave it out")
-        prompt.require_same_weights()
-        self.prompts.put(prompt)
+        if not prompt.is_current():
+            raise RuntimeError(CHANGED)
+        self.prompts[tuple(prompt.input_ids[0, :-1].tolist())] = prompt
 
     @contextmanager
     def pause(self) -> Generator[None]:
@@ -242,14 +248,13 @@ class _Processor(ContinuousBatchProcessor):
             return backbone.cache_class(backbone.config)
         if not issubclass(backbone.cache_class, StateCache):
             raise ValueError(
-                "cache_implementation must be left out, got 'quantized', which a "
-                f"{type(self._model).__name__} has for attention alone"
+                "cache_implementation must be left out, got 'quantized', which of "
+                "transformers' models is for attention's keys and values"
             )
         return QuantizedStateCache(backbone.config)
 
     def forget_states(self) -> None:
         """Share no state that was made so far."""
-        self._keep_prompts()
         self._prefixes.clear()
         self._mixed = {*self._requests.active}
 
@@ -343,11 +348,14 @@ class _Processor(ContinuousBatchProcessor):
 
     def _keep_prompts(self) -> None:
         """Keep the states of prompts that were read elsewhere."""
-        while not self._prompts.empty():
-            prompt, cache = self._prompts.get(), self._new_cache()
-            cache.set_states(prompt.cache.get_states())
+        while self._prompts:
+            tokens, prompt = self._prompts.popitem()
+            if not prompt.is_current():
+                continue
+            cache = self._new_cache()
+            cache.set_states(prompt.cache.full_states())
             cache.seen_tokens, cache.adapter = prompt.cache.seen_tokens, prompt.cache.adapter
-            self._prefixes.put(prompt.input_ids[0, :-1].tolist(), cache)
+            self._prefixes.put(tokens, cache)
 
     def _require_answerable(self, request: RequestState) -> None:
         """Fail unless a request can be answered.
