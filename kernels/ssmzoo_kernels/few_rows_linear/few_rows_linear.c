@@ -4,8 +4,8 @@
 void few_rows_linear(const REAL *x, const void *w, int64_t type, const void *scale,
                      int64_t scale_type, const REAL *bias, REAL *y, int64_t rows, int64_t inputs,
                      int64_t outputs, int threads) {
-  /* blocks of four bits round x anew */
-  const int64_t each = type == INT4 ? (outputs + threads - 1) / threads : 64;
+  /* one block a thread: each block of few bits rounds x anew */
+  const int64_t each = (outputs + threads - 1) / threads;
   const int64_t block = (each + INT4_OUTPUTS - 1) / INT4_OUTPUTS * INT4_OUTPUTS;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int64_t first = 0; first < outputs; first += block) {
