@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.tokens import rounding
 from torch.testing import assert_close
 
 from ssmzoo_kernels import few_rows_linear, native
@@ -65,13 +66,6 @@ def int8(outputs, inputs, dtype, **more):
     q = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
     scale = torch.rand(outputs, 1).add(0.1).to(dtype)
     return q.double() * scale.double(), Int8Tensor(q, scale, dtype, **more)
-
-
-def rounding(x, exact, group):
-    """What rounding x to 16 bits may change: each input by a 65,278th of its group's largest."""
-    groups = F.pad(x.double().abs(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
-    largest = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., : x.shape[-1]]
-    return F.linear(largest, exact.abs()) / 65278
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

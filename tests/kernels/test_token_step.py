@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.tokens import both, close, random, run, some_rows
+from tests.kernels.tokens import both, close, random, rounding, run, some_rows
 from torch import Tensor
 
 from ssmzoo_kernels import native, use_backend
@@ -52,13 +52,6 @@ def test_scaled(dtype: torch.dtype, kind: torch.dtype, rows: int, width: int, st
     close(run(lambda p, v: p.map(v, factor=0.75, step=step), x), exact)
     y = run(lambda p, v: p.map(v, factor=0.75, weight=weight, step=step), x)
     close(y, exact * weight.double())
-
-
-def rounding(x: Tensor, weight: Tensor, group: int) -> Tensor:
-    """What rounding x to 16 bits may change: each input by a 65,278th of its group's largest."""
-    groups = x.double().abs().unflatten(1, (-1, group))
-    largest = groups.amax(2, keepdim=True).expand_as(groups).flatten(1)
-    return F.linear(largest, weight.abs()) / 65278
 
 
 @some_rows

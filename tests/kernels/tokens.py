@@ -1,4 +1,4 @@
-"""What the tests of token_step share: a program of one instruction, and its error budget."""
+"""What the tests of token_step share: a program of one instruction, and error budgets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ssmzoo_kernels.token_step import Program, Value
@@ -34,6 +35,13 @@ def close(y: Tensor, exact: Tensor, terms: int = 1) -> None:
     """Compare with float64: so many roundings of the greatest number, and 16 of functions."""
     allowed = (terms + 16) * torch.finfo(y.dtype).eps * exact.abs().max()
     assert (y.double() - exact).abs().max() <= allowed
+
+
+def rounding(x: Tensor, weight: Tensor, group: int) -> Tensor:
+    """What rounding x to 16 bits may change: each input by a 65,278th of its group's largest."""
+    groups = F.pad(x.double().abs(), (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+    largest = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)[..., : x.shape[-1]]
+    return F.linear(largest, weight.abs()) / 65278
 
 
 def soft(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.stock_models import tiny
 from tests.zoo import OURS
+from tests.zoo import language_model as build
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -31,12 +32,6 @@ GREEDY = GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=None, 
 DRAWN = GenerationConfig(
     max_new_tokens=9, do_sample=True, temperature=0.9, top_k=20, eos_token_id=None, pad_token_id=0
 )
-
-
-def build(name: str, **fields):
-    family = load_family(name)
-    torch.manual_seed(0)
-    return family.causal_lm_class(family.config(**{**family.tiny, **fields})).eval()
 
 
 def growing():

@@ -4,16 +4,14 @@ import copy
 
 import pytest
 import torch
+from tests.zoo import language_model
 
-from ssmzoo import load_family
 from ssmzoo.family import families
 from ssmzoo.modeling.compat import CACHE
 
 
 def build(name):
-    family = load_family(name)
-    torch.manual_seed(0)
-    return family.causal_lm_class(family.config(**family.tiny)).double().eval()
+    return language_model(name).double()
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +225,7 @@ def test_early_exit_proposals_do_not_change_tokens(name, ids):
 
 
 def test_early_exit_equals_a_model_of_the_first_layers(model, ids):
-    fields = {**load_family("longhorn").tiny, "num_hidden_layers": 1}
-    shallow = type(model)(load_family("longhorn").config(**fields)).double().eval()
+    shallow = language_model("longhorn", num_hidden_layers=1).double()
     shallow.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         expected = shallow(ids).logits

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.stock_models import tiny
 from tests.zoo import OURS
+from tests.zoo import language_model as build
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import ssmzoo
@@ -18,12 +19,6 @@ from ssmzoo.modeling.quantized_cache import GROUP, QuantizedLayer, pack, unpack
 RINGS = {"rtf", "spacetime"}  # whose states do not decay, if RTF's filter is not "modal"
 GENERATES = [name for name in OURS if load_family(name).causal_lm_class and name not in RINGS]
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def build(name, **fields):
-    family = load_family(name)
-    torch.manual_seed(0)
-    return family.causal_lm_class(family.config(**{**family.tiny, **fields})).eval()
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import logging
 
 import pytest
 import torch
+from tests.zoo import language_model
 from transformers import CompileConfig
 
-from ssmzoo import load_family
 from ssmzoo.family import families
 from ssmzoo.modeling import StateCache, StaticStateCache
 from ssmzoo.modeling.compat import CACHE
@@ -25,9 +25,7 @@ ROOM = 128
 def build(name, **fields):
     if name == "attention":  # whose state grows
         name, fields = "bmojo", {**ATTENTION, **fields}
-    family = load_family(name)
-    torch.manual_seed(0)
-    return family.causal_lm_class(family.config(**{**family.tiny, **fields})).eval()
+    return language_model(name, **fields)
 
 
 @pytest.fixture(scope="module", params=NAMES)
