@@ -24,6 +24,7 @@ from ssmzoo_kernels.generalized_delta_rule import generalized_delta_rule
 from ssmzoo_kernels.innovation import innovation, select_memory
 from ssmzoo_kernels.linear_scan import linear_scan
 from ssmzoo_kernels.longhorn_scan import longhorn_scan
+from ssmzoo_kernels.precision import beside, double, powers
 from ssmzoo_kernels.rational_kernel import inverse_series, rational_kernel
 from ssmzoo_kernels.rms_norm import rms_norm
 from ssmzoo_kernels.selective_scan import selective_scan
@@ -31,12 +32,14 @@ from ssmzoo_kernels.vandermonde import vandermonde, vandermonde_state
 
 __all__ = [
     "add_rms_norm",
+    "beside",
     "causal_conv1d",
     "companion_response",
     "companion_scan",
     "companion_state",
     "companion_step",
     "diagonal_step",
+    "double",
     "eidetic_attention",
     "feedback_scan",
     "few_rows_linear",
@@ -48,6 +51,7 @@ __all__ = [
     "last_backend",
     "linear_scan",
     "longhorn_scan",
+    "powers",
     "rational_kernel",
     "rms_norm",
     "select_memory",

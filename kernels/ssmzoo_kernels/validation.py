@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ssmzoo_kernels.precision import beside
+
 # of our ops in torch.library; a copy of this module, as travels with a checkpoint, has its own
 NAMESPACE = (
     "ssmzoo" if __name__.startswith("ssmzoo_kernels.") else re.sub("[^0-9A-Za-z]", "_", __name__)
@@ -176,17 +178,17 @@ def segment_offsets(op: str, like: Tensor, cu_seqlens: Tensor | Packing | None) 
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs one packed row, B = 1, got B = {batch}")
     checked = isinstance(cu_seqlens, Packing)
-    offsets = cu_seqlens.offsets if checked else cu_seqlens
+    offsets = beside(cu_seqlens.offsets if checked else cu_seqlens, like)
     if isinstance(offsets, Tensor) and offsets.device != like.device:
         raise ValueError(f"{op}: cu_seqlens must be on {like.device}, got {offsets.device}")
     if not checked:
-        return Packing.of(cu_seqlens, length, op).offsets
+        return Packing.of(offsets, length, op).offsets
     if cu_seqlens.length != length:
         raise ValueError(
             f"{op}: cu_seqlens must rise from 0 to L = {length}, got a packing of "
             f"{cu_seqlens.length} tokens"
         )
-    return cu_seqlens.offsets
+    return offsets
 
 
 def check_boundaries(op: str, offsets: Tensor, length: int) -> None:

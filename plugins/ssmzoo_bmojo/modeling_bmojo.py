@@ -39,7 +39,7 @@ from ssmzoo.modeling import (
     recurrent,
     token_of_layer,
 )
-from ssmzoo_kernels import selective_scan
+from ssmzoo_kernels import double, selective_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .attention import BMojoAttention
@@ -271,7 +271,7 @@ class BMojoPreTrainedModel(SSMPreTrainedModel):
         config = self.config
         if isinstance(module, BMojoSSM):
             low, high = math.log(config.dt_min), math.log(config.dt_max)
-            step = torch.empty_like(module.dt_bias, dtype=torch.float64)
+            step = double(torch.empty_like(module.dt_bias))
             step = step.uniform_(low, high).exp().clamp(min=1e-4)
             init.copy_(module.dt_bias, inverse_softplus(step))
             columns = torch.arange(1, config.d_state + 1, device=module.A_log.device)

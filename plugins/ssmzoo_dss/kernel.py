@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ssmzoo.modeling import hippo_legs, right_aligned
-from ssmzoo_kernels import vandermonde, vandermonde_state
+from ssmzoo_kernels import double, powers, vandermonde, vandermonde_state
 from ssmzoo_kernels.validation import Packing
 
 CLIP = 1e-4  # the largest real part of the variant "clip"
@@ -53,7 +53,7 @@ def initial_eigenvalues(modes: int, kind: str, constrained: bool) -> tuple[Tenso
 
 def exponents(eigenvalues: Tensor, log_dt: Tensor) -> Tensor:
     """Return ``c = dt lambda``, ``[H, N]``; two columns of ``log_dt`` step the parts separately."""
-    dt = log_dt.to(torch.float64).exp()
+    dt = double(log_dt).exp()
     if dt.dim() == 1:
         return dt[:, None] * eigenvalues
     return torch.complex(dt[:, :1] * eigenvalues.real, dt[:, 1:] * eigenvalues.imag)
@@ -88,7 +88,7 @@ def modes_of(
             ``(norm_length - 1)`` times the kernel; values are the same.
     """
     c = exponents(eigenvalues, log_dt)
-    w = torch.view_as_complex(weight.to(torch.float64))
+    w = torch.view_as_complex(double(weight))
     grows = None
     if variant == "softmax":
         grows = eigenvalues.real > 0
@@ -110,7 +110,9 @@ def modes_of(
     if conjugate_pairs:
         rho = 2 * rho
     exact = torch.complex128 if weight.dtype == torch.float64 else torch.complex64
-    return Modes(c, rho.to(exact), grows, norm_length if grows is not None else None)
+    if grows is None:
+        return Modes(c, rho.to(weight.device, exact), None, None)
+    return Modes(c, rho.to(weight.device, exact), grows.to(weight.device), norm_length)
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,7 @@ class Modes:
         assert self.norm_length is not None
         end = position + (length if lengths is None else lengths)
         late = (self.norm_length - end).clamp(min=0)[:, None, None]
-        weight = torch.where(
-            self.grows, weight * torch.exp(self.exponent * late).to(z.dtype), weight
-        )
+        weight = torch.where(self.grows, weight * powers(self.exponent, late, z), weight)
         if lengths is None:
             # falling modes have the lags 1 ... length, growing ones length - 1 ... 0
             y = vandermonde(
@@ -214,11 +214,11 @@ class Modes:
         if z is None:
             return new
         steps = u.shape[1] if lengths is None else lengths[:, None, None]
-        fallen = torch.exp(c * steps).to(z.dtype) * z + new
+        fallen = powers(c, steps, z) * z + new
         if self.grows is None:
             return fallen
         assert position is not None
-        phase = torch.exp(c * position[:, None, None]).to(z.dtype)
+        phase = powers(c, position[:, None, None], z)
         return torch.where(self.grows, z + phase * new, fallen)
 
 

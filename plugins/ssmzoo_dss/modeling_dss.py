@@ -37,7 +37,7 @@ from ssmzoo.modeling import (
     UnservedError,
     recurrent,
 )
-from ssmzoo_kernels import diagonal_step, fft_conv
+from ssmzoo_kernels import beside, diagonal_step, double, fft_conv, powers
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_dss import DSSConfig
@@ -162,10 +162,10 @@ class DSSMixer(SSMMixer):
         """Return lambda, the diagonal state matrix, ``[N]`` complex128."""
         variant = self.config.kernel_variant
         if variant in ("softmax", "clip"):
-            real, imag = self.Lambda.to(torch.float64).unbind(-1)
+            real, imag = double(self.Lambda).unbind(-1)
             return torch.complex(real.clamp(max=CLIP) if variant == "clip" else real, imag)
-        real = -self.Lambda_log_neg_re.to(torch.float64).exp()
-        imag = self.Lambda_im.to(torch.float64)
+        real = -double(self.Lambda_log_neg_re).exp()
+        imag = double(self.Lambda_im)
         return torch.complex(real, imag.exp() if variant == "exp_re_im" else imag)
 
     def modes(self, length: int) -> Modes:
@@ -321,12 +321,13 @@ class DSSMixer(SSMMixer):
         if torch.compiler.is_compiling():  # a graph has no values to look at
             if not torch.compiler.is_exporting():  # ONNX has no assertions
                 _check_reach_in_graph(position + 1, modes)
-            exponent = torch.where(cast(Tensor, modes.grows), modes.exponent, 0)  # [H, N]
+            grows = beside(cast(Tensor, modes.grows), modes.exponent)
+            exponent = torch.where(grows, modes.exponent, 0)  # [H, N]
             if tables.growing is not None:  # an index error says that there are no such positions
                 position = torch.arange(modes.norm_length, device=position.device)[position]
             k = position[:, None, None]
-            left = torch.exp(exponent * (modes.norm_length - 1 - k)).to(modes.readout.dtype)
-            return torch.exp(exponent * k).to(modes.readout.dtype), modes.readout[:, None] * left
+            left = powers(exponent, modes.norm_length - 1 - k, modes.readout)
+            return powers(exponent, k, modes.readout), modes.readout[:, None] * left
         assert tables.decay is not None
         assert tables.growing is not None
         positions = cast(list[int], position.tolist())
@@ -356,22 +357,21 @@ class DSSMixer(SSMMixer):
         if cap is not None:
             taps = modes.kernel(cap).flip(-1).transpose(1, 2).contiguous()  # [C, K, H]
             return _Tables(modes, taps=taps)
-        dtype = modes.readout.dtype
-        decay = torch.exp(modes.exponent)
+        decay = torch.exp(modes.exponent).to(modes.readout)
         if torch.compiler.is_compiling() and modes.grows is not None:
-            return _Tables(modes, torch.where(modes.grows, 1.0, decay).to(dtype))
+            return _Tables(modes, torch.where(modes.grows, 1.0, decay))
         if modes.grows is None or meta or not bool(modes.grows.any()):
-            return _Tables(modes, decay.to(dtype))
+            return _Tables(modes, decay)
         assert modes.norm_length is not None
         growing = modes.grows.nonzero().flatten()
         decay = torch.where(modes.grows, 1.0, decay)
-        c = modes.exponent[:, growing]
+        c = modes.exponent[:, beside(growing, modes.exponent)]
         # e^{c k} for every k as a product of two: k = high * count + low
         count = 1 << (modes.norm_length.bit_length() + 1) // 2
         steps = torch.arange(count, device=c.device)[:, None, None]
         low = torch.exp(c * steps)  # [count, H, G]
         high = torch.exp(c * (steps[: -(-modes.norm_length // count)] * count))
-        return _Tables(modes, decay.to(dtype), growing, low.to(dtype), high.to(dtype))
+        return _Tables(modes, decay, growing, low.to(decay), high.to(decay))
 
 
 def _longest(packing: Sequences, config: DSSConfig) -> int:

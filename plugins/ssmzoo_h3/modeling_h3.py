@@ -41,7 +41,7 @@ from ssmzoo.modeling import (
     split_heads,
     token_positions,
 )
-from ssmzoo_kernels import diagonal_step, fft_conv, vandermonde, vandermonde_state
+from ssmzoo_kernels import diagonal_step, double, fft_conv, powers, vandermonde, vandermonde_state
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_h3 import H3Config
@@ -118,16 +118,17 @@ class H3Mixer(SSMMixer):
 
     def modes(self) -> tuple[Tensor, Tensor]:
         """Return exponents ``log Abar`` and ``2 C Bbar`` by the rule of ``disc``, [H, n] each."""
-        A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
-        B, C = (torch.view_as_complex(x.double()) for x in (self.B, self.C))
-        dt = self.log_dt.double().exp()[:, None]
+        A = torch.complex(-double(self.A_log).exp(), double(self.A_imag))
+        B, C = (torch.view_as_complex(double(x)) for x in (self.B, self.C))
+        dt = double(self.log_dt).exp()[:, None]
         exact = torch.promote_types(torch.complex64, self.C.dtype)
         if self.config.disc == "zoh":
             exponent = dt * A
-            return exponent, (2 * C * B * torch.expm1(exponent) / A).to(exact)
+            readout = 2 * C * B * torch.expm1(exponent) / A
+            return exponent, readout.to(self.C.device, exact)
         half = dt * A / 2
         readout = 2 * C * B * dt / (1 - half)
-        return torch.log((1 + half) / (1 - half)), readout.to(exact)
+        return torch.log((1 + half) / (1 - half)), readout.to(self.C.device, exact)
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics | None:
         """Return kernels, poles and time steps of the diagonal state spaces; attention has none."""
@@ -187,7 +188,7 @@ class H3Mixer(SSMMixer):
                 z = torch.view_as_complex(start)
                 y = y + vandermonde(readout * z, exponent, length, offset=1).flatten(1, 2).mT
                 steps = length if rows is None else rows.lengths[:, None, None, None]
-                new = new + torch.exp(exponent * steps).to(z.dtype) * z
+                new = new + powers(exponent, steps, z) * z
             state.put_row("ssm", torch.view_as_real(new))
         return y if rows is None else rows.scatter(y, tokens)
 
@@ -205,7 +206,7 @@ class H3Mixer(SSMMixer):
     def _tables(self) -> list[Tensor]:
         """Return the factors of a step: taps [N, D], the first one last, decay and read-out."""
         exponent, readout = self.modes()
-        return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout.dtype), readout]
+        return [self.taps().flip(1).T.contiguous(), exponent.exp().to(readout), readout]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: LayerState, packing: Sequences | None

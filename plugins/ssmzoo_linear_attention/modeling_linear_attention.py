@@ -42,7 +42,7 @@ from ssmzoo.modeling import (
     split_heads,
     token_positions,
 )
-from ssmzoo_kernels import gated_linear_attention
+from ssmzoo_kernels import double, gated_linear_attention
 from ssmzoo_kernels.token_step import Program, Value
 from ssmzoo_kernels.validation import Packing
 
@@ -309,7 +309,7 @@ class LinearAttentionMixer(SSMMixer):
         log_decay, _ = self._decay(decay, beta)
         if log_decay is None:
             log_decay = decay.new_zeros(1, 1, self.config.num_heads)
-        kept = log_decay.to(torch.float64).mean(dim=(0, 1)).exp().view(self.config.num_heads, -1)
+        kept = double(log_decay).mean(dim=(0, 1)).exp().view(self.config.num_heads, -1)
         if self.config.decay in ("scalar", "channel"):
             return Dynamics(decay=kept, depends_on_input=True)
         if self.config.delta_rule:
@@ -342,7 +342,7 @@ class LinearAttentionMixer(SSMMixer):
         config, log_decay, step = self.config, None, None
         exact = torch.promote_types(torch.float32, beta.dtype)
         if config.decay == "fixed":
-            log_decay = fixed_decays(config.num_heads, beta.device).to(exact)
+            log_decay = fixed_decays(config.num_heads, beta.device).to(beta.device, exact)
             log_decay = log_decay.expand(*beta.shape[:2], -1)
         elif config.decay != "none":
             decay = decay if self.decay_proj is None else self.decay_proj(decay)
@@ -394,7 +394,7 @@ class LinearAttentionMixer(SSMMixer):
 
 def fixed_decays(heads: int, device: torch.device | None = None) -> Tensor:
     """Return ``log(1 - 2^(-5 - h))`` of each head, in float64."""
-    powers = torch.arange(5, 5 + heads, device=device, dtype=torch.float64)
+    powers = double(torch.arange(5, 5 + heads, device=device))
     return torch.log1p(-torch.exp2(-powers))
 
 
@@ -430,12 +430,12 @@ class LinearAttentionPreTrainedModel(SSMPreTrainedModel):
         if isinstance(module, LinearAttentionMixer):
             if module.A_log is not None:
                 rates = torch.empty_like(module.A_log).uniform_(1, 16)
-                init.copy_(module.A_log, rates.double().log())
+                init.copy_(module.A_log, double(rates).log())
             if module.D is not None:
                 init.ones_(module.D)
             if module.dt_bias is not None:
                 low, high = math.log(0.001), math.log(0.1)
-                dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
+                dt = double(torch.empty_like(module.dt_bias).uniform_(low, high)).exp()
                 start = inverse_softplus(dt)
                 init.copy_(module.dt_bias, 0 * dt if module.A_log is None else start)
             if module.beta_bias is not None and module.dt_bias is not None:

@@ -39,7 +39,7 @@ from ssmzoo.modeling import (
     split_heads,
     token_before,
 )
-from ssmzoo_kernels import gated_linear_attention, linear_scan
+from ssmzoo_kernels import double, gated_linear_attention, linear_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_mamba3 import Mamba3Config
@@ -162,14 +162,14 @@ class Mamba3Mixer(SSMMixer):
 
         Sums are float64; what a cache holds is less than a whole turn.
         """
-        steps = math.pi * torch.tanh(angle.double()).unsqueeze(2) * dt.double().unsqueeze(3)
+        steps = math.pi * torch.tanh(double(angle)).unsqueeze(2) * double(dt).unsqueeze(3)
         steps, start = steps.flatten(2), state.get("angle")
-        start = None if start is None else start.double()
+        start = None if start is None else double(start)
         ones = torch.ones_like(steps)
         total, final = linear_scan(ones, steps, start, cu_seqlens=packing)
-        state.put("angle", torch.remainder(final, 2 * math.pi).to(dt.dtype))
+        state.put("angle", torch.remainder(final, 2 * math.pi).to(dt))
         total = split_heads(total, dt.shape[2])
-        return total.cos().to(dt.dtype), total.sin().to(dt.dtype)
+        return total.cos().to(dt), total.sin().to(dt)
 
 
 def turned(x: Tensor, bias: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:

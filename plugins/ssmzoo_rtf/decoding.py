@@ -15,6 +15,7 @@ from ssmzoo_kernels import (
     diagonal_step,
     fft_conv,
     inverse_series,
+    powers,
     rational_kernel,
     vandermonde,
     vandermonde_state,
@@ -90,10 +91,10 @@ class Oscillations:
     def decay(self) -> Tensor:
         """Return lambda, in the residues' dtype."""
         if self.exponent.requires_grad:
-            return self.exponent.exp().to(self.residues.dtype)
+            return self.exponent.exp().to(self.residues)
         if self.multipliers is None:
             with torch.inference_mode(False):
-                self.multipliers = self.exponent.exp().to(self.residues.dtype)
+                self.multipliers = self.exponent.exp().to(self.residues)
         return self.multipliers
 
     def read(self, modes: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class Oscillations:
         if modes is None:
             return new
         passed = steps if lengths is None else lengths[:, None, None]
-        return torch.exp(self.exponent * passed).to(modes.dtype) * modes + new
+        return powers(self.exponent, passed, modes) * modes + new
 
 
 @dataclass

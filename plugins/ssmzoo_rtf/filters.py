@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo_kernels import rational_kernel
+from ssmzoo_kernels import double, rational_kernel
 
 Init = Literal["zeros", "xavier", "montel", "copying"]
 
@@ -67,11 +67,11 @@ def montel(
         margin: Distance from the boundary that remains at zero slack, at least 0, the paper's.
     """
     # near the boundary a gradient loses its outward component, nearly all of it
-    exact, apart = a.double(), slack.double().abs()[:, None]
+    exact, apart = double(a), double(slack).abs()[:, None]
     total = exact.abs().sum(1, keepdim=True)
     divisor = (1 + margin) * total + apart + SMALLEST_SUM
     most = (1 + ROUNDED * torch.finfo(a.dtype).eps) * total
-    return (exact / torch.maximum(divisor, most)).to(a.dtype)
+    return (exact / torch.maximum(divisor, most)).to(a)
 
 
 def deployed_numerator(
@@ -95,11 +95,9 @@ def deployed_numerator(
         a step with the direct gain ``h0 +`` that tap reproduces every tap of the trained kernel.
     """
     order = a.shape[1]
-    kernel = rational_kernel(
-        a.double(), b.double(), order + 1, mode="truncated", trunc_len=trunc_len
-    )
-    true = numerator_of_response(a.double(), kernel[:, 1:])
-    return true.to(b.dtype), kernel[:, 0].to(b.dtype)
+    kernel = rational_kernel(double(a), double(b), order + 1, mode="truncated", trunc_len=trunc_len)
+    true = numerator_of_response(double(a), kernel[:, 1:])
+    return true.to(b), kernel[:, 0].to(b)
 
 
 def ends_within(
@@ -113,12 +111,12 @@ def ends_within(
     a denominator must agree, ``[D_a]``. Looked at are as many taps again: more than the order, so
     that a stable filter that is silent for so long stays silent.
     """
-    response = rational_kernel(a.double(), b.double(), 2 * length)
+    response = rational_kernel(double(a), double(b), 2 * length)
     rest, all_of_it = response[:, length:].norm(dim=1), response.norm(dim=1)
     rounding = torch.finfo(b.dtype).eps * math.log2(4 * length)
     # overflows compare as inf and nan
     silent = (rest <= rounding * all_of_it) & all_of_it.isfinite()
-    return silent.view(a.shape[0], -1).all(1)
+    return silent.view(a.shape[0], -1).all(1).to(a.device)
 
 
 def numerator_of_response(

@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels import double
+
 # the window's value after its share of the filter's length
 TARGET = 1e-2
 
@@ -16,9 +18,9 @@ TARGET = 1e-2
 def position_features(taps: int, features: int, device: torch.device) -> Tensor:
     """Return ``z``, the time in [0, 1], then cosines, then minus sines, ``[M, E]`` float64."""
     bands = (features - 1) // 2
-    steps = torch.arange(taps, dtype=torch.float64, device=device)
+    steps = double(torch.arange(taps, device=device))
     time = steps / max(taps - 1, 1)
-    frequencies = torch.linspace(1e-4, bands - 1, bands, dtype=torch.float64, device=device)
+    frequencies = torch.linspace(1e-4, bands - 1, bands, dtype=steps.dtype, device=steps.device)
     phase = (2 * math.pi / taps) * steps[:, None] * frequencies
     return torch.cat([time[:, None], phase.cos(), -phase.sin()], dim=1)
 
@@ -56,9 +58,9 @@ def implicit_kernel(
         length: How many taps, at most M.
     """
     z = position_features(taps, weight_in.shape[1], weight_in.device)[:length]
-    hidden = torch.sin(frequency * (z.to(weight_in.dtype) @ weight_in.T + bias_in))
+    hidden = torch.sin(frequency * (z.to(weight_in) @ weight_in.T + bias_in))
     for own_weight, own_bias in zip(weight, bias, strict=True):
         hidden = torch.sin(frequency * (hidden @ own_weight.T + own_bias))
     time = z[:, 0]
     window = torch.exp(-decay_rates(weight_out.shape[0], shares, z.device)[:, None] * time)
-    return (weight_out @ hidden.T) * window.to(weight_out.dtype)
+    return (weight_out @ hidden.T) * window.to(weight_out)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ssmzoo_kernels import vandermonde
+from ssmzoo_kernels import double, vandermonde
 
 # the largest decay: e^-decay is still a normal number of float32
 FASTEST = 80.0
@@ -20,8 +20,8 @@ def exponents(log_decay: Tensor, angle: Tensor) -> Tensor:
     Of lambda as a step multiplies with it, rounded to the parameters' precision: so kernels, which
     take powers, and steps are of the same filter. Every lambda lies inside the disc.
     """
-    decay = log_decay.double().exp().clamp(_slowest(log_decay.dtype), FASTEST)
-    given = torch.complex(-decay, angle.double())
+    decay = double(log_decay).exp().clamp(_slowest(log_decay.dtype), FASTEST)
+    given = torch.complex(-decay, double(angle))
     rounded = given.detach().exp().to(torch.promote_types(log_decay.dtype, torch.complex64))
     return given + (rounded.to(given.dtype).log() - given.detach())
 

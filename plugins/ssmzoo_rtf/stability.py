@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels import double
+
 FINEST_GRID = 2**20
 # up to this order all eigenvalues of the companion matrix are cheap
 SMALL_ORDER = 128
@@ -31,6 +33,7 @@ def poles_outside(a: Tensor, radius: float | Tensor = 1.0) -> Tensor:
         ValueError: A coefficient is not finite, or a radius not positive.
     """
     _check_finite(a)
+    home, a = a.device, double(a)
     radii = torch.as_tensor(radius, dtype=torch.float64, device=a.device).expand(a.shape[0])
     if not bool((radii > 0).all()):
         raise ValueError(f"radius must be positive, got {radius}")
@@ -50,7 +53,7 @@ def poles_outside(a: Tensor, radius: float | Tensor = 1.0) -> Tensor:
     for row in open_rows.tolist():
         limit = radii[row] * (1 - 1e-10)
         counts[row] = (poles(a[row : row + 1])[0].abs() >= limit).sum()
-    return counts
+    return counts.to(home)
 
 
 def spectral_radius(a: Tensor) -> Tensor:
@@ -65,12 +68,13 @@ def spectral_radius(a: Tensor) -> Tensor:
         ValueError: A coefficient is not finite.
     """
     _check_finite(a)
+    a = double(a)
     if not a.shape[1]:
-        return a.new_zeros(a.shape[0], dtype=torch.float64)
+        return a.new_zeros(a.shape[0])
     if a.shape[1] <= SMALL_ORDER:
         return poles(a).abs().amax(1)
     low = torch.zeros(a.shape[0], dtype=torch.float64, device=a.device)
-    high = 1 + a.double().abs().amax(1)  # Cauchy's bound
+    high = 1 + a.abs().amax(1)  # Cauchy's bound
     while bool(((high - low) > RADIUS_ERROR).any()):
         middle = (low + high) / 2
         outside = poles_outside(a, middle) > 0
@@ -80,9 +84,9 @@ def spectral_radius(a: Tensor) -> Tensor:
 
 def poles(a: Tensor) -> Tensor:
     """Return all poles ``[D_a, n]`` complex128: the eigenvalues of the companion matrix."""
-    order = a.shape[1]
-    companion = torch.zeros(a.shape[0], order, order, dtype=torch.float64, device=a.device)
-    companion[:, 0] = -a.double()
+    a, order = double(a), a.shape[1]
+    companion = a.new_zeros(a.shape[0], order, order)
+    companion[:, 0] = -a
     companion.diagonal(offset=-1, dim1=1, dim2=2).fill_(1.0)
     return torch.linalg.eigvals(companion)
 
@@ -103,7 +107,7 @@ def first_not_finite(x: Tensor) -> tuple[int, float | complex] | None:
 
 def _on_circle(a: Tensor, radii: Tensor) -> Tensor:
     """Return ``a`` on circles as if on the unit circle, ``[D_a, n + 1]``, largest entry 1."""
-    monic = F.pad(a.double(), (1, 0), value=1.0)
+    monic = F.pad(a, (1, 0), value=1.0)
     powers = torch.arange(monic.shape[1], device=a.device)
     # in logarithms: r^-i alone may overflow
     sizes = monic.abs().log() - powers * radii.log()[:, None]

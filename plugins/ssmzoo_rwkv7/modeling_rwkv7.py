@@ -228,7 +228,7 @@ class RWKV7PreTrainedModel(SSMPreTrainedModel):
         if not isinstance(module, RWKV7Mixer):
             return
         like, size, layers = module.bonus, module.size, self.config.num_hidden_layers
-        count = torch.arange(like.shape[0], device=like.device, dtype=torch.float64)
+        count = torch.arange(like.shape[0], device="cpu", dtype=torch.float64)
         place, line = count / len(count), count / max(1, len(count) - 1)
         depth, left = module.layer_idx / max(1, layers - 1), 1 - module.layer_idx / layers
         within = 2 * (count % size) / max(1, size - 1) - 1  # -1 to 1 in every head

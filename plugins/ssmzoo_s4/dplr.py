@@ -63,7 +63,7 @@ class System(NamedTuple):
         ``again`` is ``z E_pf / (1 + z E_pf)``: the part that w subtracts from later w, in all
         rounds.
         """
-        weights = ((v.to(x.dtype) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
+        weights = ((v.to(x) * x, n) for v, n in ((self.readout, 1), (self.probe, 0)))
         y, w = (vandermonde(v, self.exponent, length, offset=n).mT for v, n in weights)
         w = w - fft_conv(w, again)[0]
         return [y - fft_conv(w, echo)[0], w]

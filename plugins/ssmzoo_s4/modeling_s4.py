@@ -36,7 +36,14 @@ from ssmzoo.modeling import (
     recurrent,
     right_aligned,
 )
-from ssmzoo_kernels import diagonal_step, fft_conv, rational_kernel, vandermonde_state
+from ssmzoo_kernels import (
+    diagonal_step,
+    double,
+    fft_conv,
+    powers,
+    rational_kernel,
+    vandermonde_state,
+)
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_s4 import S4Config
@@ -106,9 +113,9 @@ class S4Mixer(SSMMixer):
 
     def system(self) -> System:
         """Return the discretised state space of every row of C."""
-        A = torch.complex(-self.A_log.double().exp(), self.A_imag.double())
-        P, B, C = (torch.view_as_complex(x.double()) for x in (self.P, self.B, self.C))
-        dt = self.log_dt.double().exp()[:, None]
+        A = torch.complex(-double(self.A_log).exp(), double(self.A_imag))
+        P, B, C = (torch.view_as_complex(double(x)) for x in (self.P, self.B, self.C))
+        dt = double(self.log_dt).exp()[:, None]
         # feature h has set h % n_ssm, in both directions
         dt, A, P, B = (x.repeat(len(C) // len(x), 1) for x in (dt, A, P, B))
         return System.of(dt, A, P, B, C)
@@ -116,7 +123,7 @@ class S4Mixer(SSMMixer):
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
         """Return kernels, eigenvalues of ``Abar`` and time steps."""
         system, width = self.system(), self.config.hidden_size
-        kernel = system.filters(hidden_states.shape[1])[0].to(hidden_states.dtype)
+        kernel = system.filters(hidden_states.shape[1])[0].to(hidden_states)
         poles = torch.linalg.eigvals(system.transition()[:width])
         future = kernel[width:] if self.config.bidirectional else None
         return Dynamics(kernel[:width], future, poles=poles, time_steps=self.log_dt.exp())
@@ -135,7 +142,7 @@ class S4Mixer(SSMMixer):
         else:
             taps = max(1, u.shape[1]) if packing is None else packing.kernel_length()
             kernel = self.system().filters(taps)[0]
-            past, *later = kernel.to(u.dtype).split(u.shape[2])
+            past, *later = kernel.to(u).split(u.shape[2])
             future = later[0] if later else None
             y, _ = fft_conv(u, past, self.D, future_kernel=future, cu_seqlens=packing)
         return y if rows is None else rows.scatter(y, tokens)
@@ -150,22 +157,22 @@ class S4Mixer(SSMMixer):
         taps = max(1, spans[0].shape[1])
         system, outputs, begin, again = self.system(), [], 0, None
         *filters, loop = system.filters(taps)
-        kernel, heard, echo = (f.to(u.dtype) for f in filters)
+        kernel, heard, echo = (f.to(u) for f in filters)
         for tokens in spans:
             y, w = fft_conv(tokens, kernel, self.D)[0], fft_conv(tokens, heard)[0]
             count, kept = tokens.shape[1], 0
             ends = None if lengths is None else (lengths - begin).clamp(0, count)
             if x is not None:
                 if again is None:
-                    again = rational_kernel(loop, loop, taps).to(u.dtype)
+                    again = rational_kernel(loop, loop, taps).to(u)
                 rest, more = system.response(x, echo, again, count)
                 y, w = y + rest, w + more
                 steps = count if ends is None else ends[:, None, None]
-                kept = torch.exp(system.exponent * steps).to(x.dtype) * x
+                kept = powers(system.exponent, steps, x) * x
             if ends is not None:
                 tokens, w = (right_aligned(v, ends) for v in (tokens, w))
             driven, fed = (vandermonde_state(v, system.exponent) for v in (tokens, w))
-            new = system.drive.to(driven.dtype) * driven - system.feedback.to(fed.dtype) * fed
+            new = system.drive.to(driven) * driven - system.feedback.to(fed) * fed
             x, begin = kept + new, begin + count
             outputs.append(y)
         assert x is not None
@@ -187,7 +194,9 @@ class S4Mixer(SSMMixer):
         """Return the factors of a step: decay, the rest of the system, and echo's tap 0, [H]."""
         exponent, *rest = self.system()
         exact = torch.promote_types(torch.complex64, self.C.dtype)
-        decay, drive, feedback, probe, readout = (x.to(exact) for x in (exponent.exp(), *rest))
+        decay, drive, feedback, probe, readout = (
+            x.to(self.C.device, exact) for x in (exponent.exp(), *rest)
+        )
         return [decay, drive, feedback, probe, readout, (readout * feedback).real.sum(-1)]
 
 

@@ -38,7 +38,7 @@ from ssmzoo.modeling import (
     hippo_legs,
     recurrent,
 )
-from ssmzoo_kernels import linear_scan
+from ssmzoo_kernels import beside, double, linear_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_s5 import S5Config
@@ -125,10 +125,10 @@ class S5Mixer(SSMMixer):
     def poles(self) -> tuple[Tensor, Tensor]:
         """Return logarithms of the stored poles of a step, and the gains of the inputs, [N]."""
         if self.config.variant == "lru":
-            log_pole = torch.complex(-self.nu_log.double().exp(), self.theta_log.double().exp())
-            return log_pole, self.gamma_log.double().exp()
+            log_pole = torch.complex(-double(self.nu_log).exp(), double(self.theta_log).exp())
+            return log_pole, double(self.gamma_log).exp()
         eigenvalues = self.eigenvalues()
-        log_pole = eigenvalues * self.log_dt.double().exp()
+        log_pole = eigenvalues * double(self.log_dt).exp()
         return log_pole, torch.expm1(log_pole) / eigenvalues
 
     def dynamics(self, hidden_states: Tensor) -> Dynamics:
@@ -140,7 +140,7 @@ class S5Mixer(SSMMixer):
 
     def eigenvalues(self) -> Tensor:
         """Return Lambda of S5, ``[N]`` complex128."""
-        real, imag = self.Lambda_re.double(), self.Lambda_im.double()
+        real, imag = double(self.Lambda_re), double(self.Lambda_im)
         return torch.complex(real.clamp(max=-1e-4) if self.config.clip_eigs else real, imag)
 
     def _filtered(self, u: Tensor, state: LayerState, packing: Sequences | None) -> Tensor:
@@ -151,34 +151,37 @@ class S5Mixer(SSMMixer):
         else:
             pole, read_in, readout = self._derived.get(self, None, self._matrices)
         drive = F.linear(u, read_in).view(*u.shape[:2], len(read_in) // 2, 2)
-        drive = torch.view_as_complex(drive)  # [B, L, N]
+        drive = torch.view_as_complex(beside(drive, pole))  # [B, L, N]
         steps = state.shared["time_steps"].to(u.dtype) if self.config.irregular_steps else None
         start = state.get("ssm")
-        start = None if start is None else torch.view_as_complex(start)
+        start = None if start is None else torch.view_as_complex(beside(start, pole))
         x, final = linear_scan(*self._held(pole, drive, steps), start, cu_seqlens=packing)
-        state.put("ssm", torch.view_as_real(final))
+        state.put("ssm", torch.view_as_real(final).to(u.device))
         if self.config.bidirectional:
             steps = None if steps is None else flip_steps(steps, packing)
             turned = self._held(pole, flip(drive, packing), steps)
             later, _ = linear_scan(*turned, cu_seqlens=packing)
             x = torch.cat([x, flip(later, packing)], dim=-1)
-        return F.linear(torch.view_as_real(x).flatten(-2), readout) + self.D * u
+        return F.linear(torch.view_as_real(x).flatten(-2).to(u.device), readout) + self.D * u
 
     def _held(self, pole: Tensor, drive: Tensor, steps: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return every token's poles and inputs, [B, L, N], held for its step if it has one."""
         if steps is None:
             return pole.expand_as(drive), drive
-        log_pole = pole * (steps.unsqueeze(-1) * self.log_dt.exp())
+        log_pole = pole * beside(steps.unsqueeze(-1) * self.log_dt.exp(), pole)
         return log_pole.exp(), drive * (torch.expm1(log_pole) / pole)
 
     def _matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Lbar [N] and Bbar [2 N, H], for irregular steps Lambda and B; C, [H, 2 R N]."""
+        """Return Lbar [N] and Bbar [2 N, H], for irregular steps Lambda and B; C, [H, 2 R N].
+
+        Lbar stays where :func:`double` put it, and the scan of complex numbers with it.
+        """
         pole, gain = self.poles()
         B, twice = torch.view_as_complex(self.B), 2.0 if self.config.variant == "s5" else 1.0
         if self.config.irregular_steps:
             pole = self.eigenvalues()
         else:
-            pole, B = pole.exp(), (gain[:, None] * B).to(B.dtype)
+            pole, B = pole.exp(), (gain[:, None] * beside(B, gain)).to(B)
         read_in = torch.view_as_real(B).transpose(1, 2).flatten(0, 1)
         readout = self.C * self.C.new_tensor([twice, -twice])
         return pole.to(B.dtype), read_in, readout.flatten(1)

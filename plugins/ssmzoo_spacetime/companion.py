@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels import double
+
 LONGEST_AVERAGE = 63  # inputs that a moving average of ``preprocess`` may cover
 
 
 def unit(x: Tensor) -> Tensor:
     """Divide rows by their 1-norms, or 1e-4; of a, so that A's eigenvalues are at most 1."""
-    return F.normalize(x.double(), p=1.0, dim=-1, eps=1e-4)
+    return F.normalize(double(x), p=1.0, dim=-1, eps=1e-4)
 
 
 def transfer_function(a: Tensor, B: Tensor, *readouts: Tensor) -> list[Tensor]:

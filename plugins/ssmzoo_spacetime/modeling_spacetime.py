@@ -40,6 +40,7 @@ from ssmzoo_kernels import (
     companion_scan,
     companion_state,
     companion_step,
+    double,
     fft_conv,
     rational_kernel,
 )
@@ -113,19 +114,19 @@ class SpaceTimeMixer(SSMMixer):
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return denominators and numerators ``[K, d]`` and direct gains ``[H]``; float64."""
-        alpha, beta = transfer_function(unit(self.a), self.B.double(), self.C.double())
+        alpha, beta = transfer_function(unit(self.a), double(self.B), double(self.C))
         now = beta[
             :, :1
         ]  # C B, a token's effect on its own output; the rest is read before the update
         b = F.pad(beta[:, 1:], (0, 1)) - now * alpha
-        return alpha, b, self.D.double() + now[:, 0].repeat_interleave(self.heads)
+        return alpha, b, double(self.D) + now[:, 0].repeat_interleave(self.heads)
 
     def tables(self) -> list[Tensor]:
         """Return the factors of a step: every feature's a and b, ``[H, d]``, and gains."""
 
         def make() -> list[Tensor]:
             exact = torch.promote_types(torch.float32, self.a.dtype)
-            *pair, gain = (x.to(exact) for x in self.filters())
+            *pair, gain = (x.to(self.a.device, exact) for x in self.filters())
             own = (x.repeat_interleave(self.heads, dim=0).T.contiguous().T for x in pair)
             return [*own, gain]
 
@@ -135,7 +136,7 @@ class SpaceTimeMixer(SSMMixer):
         """Return kernels without direct terms and, up to order 128, the eigenvalues of A."""
         alpha, b, _ = self.filters()
         kernel = rational_kernel(alpha, b, hidden_states.shape[1])
-        kernel = kernel.repeat_interleave(self.heads, dim=0).to(hidden_states.dtype)
+        kernel = kernel.repeat_interleave(self.heads, dim=0).to(hidden_states)
         if self.config.d_state > 128:
             return Dynamics(kernel)
         A = torch.diag_embed(torch.ones_like(alpha[:, 1:]), offset=-1)
@@ -151,7 +152,7 @@ class SpaceTimeMixer(SSMMixer):
             step = companion_step(u[:, 0], ring, position, *self.tables(), inplace=inplace)
             y, ring, position = step[0][:, None], *step[1:]
         else:
-            a, b, gain = (x.to(u.dtype) for x in self.filters())
+            a, b, gain = (x.to(u) for x in self.filters())
             taps = u.shape[1] if packing is None else packing.kernel_length()
             kernel = rational_kernel(a, b, taps).repeat_interleave(self.heads, dim=0)
             if not state.keep:
@@ -185,16 +186,16 @@ class SpaceTimeDecoder(SSMDecoder):
     def forecast(self, hidden_states: Tensor, packing: Sequences | None, horizon: int) -> Tensor:
         """Map ``[B, L, H]`` to ``C (A + B K)^h x[L-1]`` for h from 0, ``[B, horizon, H]``."""
         alpha, c, k = self.filters()
-        last = companion_state(hidden_states, alpha.to(hidden_states.dtype), cu_seqlens=packing)
+        last = companion_state(hidden_states, alpha.to(hidden_states), cu_seqlens=packing)
         # 1 - k / alpha is a quotient of denominators: closing the loop subtracts k from alpha; it
         # may grow, and float32 would bury its first steps under the rounding of its last
-        later = companion_response(last.double(), alpha - k, c, horizon)
-        return later * self.B.double().abs().sum(-1) if self.raw_start else later
+        later = companion_response(double(last), alpha - k, c, horizon)
+        return later * double(self.B).abs().sum(-1) if self.raw_start else later
 
     def open_loop(self, hidden_states: Tensor, packing: Sequences | None) -> list[Tensor]:
         """Return ``C x[t]`` and ``K x[t]``, ``[B, L, H]`` each."""
         u = hidden_states
-        alpha, *readouts = (x.to(u.dtype) for x in self.filters())
+        alpha, *readouts = (x.to(u) for x in self.filters())
         kernels = (rational_kernel(alpha, b, u.shape[1] + 1)[:, 1:] for b in readouts)
         return [fft_conv(u, kernel.contiguous(), cu_seqlens=packing)[0] for kernel in kernels]
 

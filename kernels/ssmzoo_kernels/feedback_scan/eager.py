@@ -13,6 +13,7 @@ from torch import Tensor
 from ssmzoo_kernels.declaration import accumulator
 from ssmzoo_kernels.feedback_scan import newton as solver
 from ssmzoo_kernels.feedback_scan.inputs import Gradients, Inputs, Stop
+from ssmzoo_kernels.precision import double
 from ssmzoo_kernels.scan import chunk_slots, interval
 from ssmzoo_kernels.scan.eager import CHUNK, groups, slots
 
@@ -95,7 +96,7 @@ def backward(
     grad_u = torch.empty_like(x.values)
     grad_drive = None if x.driven is None else torch.empty_like(x.driven)
     # of lam, w, C and w_gamma; in float64, because they sum over all tokens
-    sums = x.values.new_zeros(4, states, width, dtype=torch.float64)
+    sums = double(x.values.new_zeros(4, states, width))
     grad_initial = x.values.new_empty(segments, width, states)
     between = interval(states, CHUNK)
     for members, places in groups(offsets, states):
@@ -118,7 +119,7 @@ def backward(
     if x.skip is not None:
         grad_skip = (grad * x.values).sum(dim=0)
         grad_u += x.skip * grad
-    grad_lam, grad_w, grad_C, grad_gamma = (s.t().to(exact, copy=True) for s in sums)
+    grad_lam, grad_w, grad_C, grad_gamma = (s.t().to(grad_u, copy=True) for s in sums)
     grad_gamma = None if x.filtering is None else grad_gamma
     return grad_u, grad_lam, grad_w, grad_C, grad_gamma, grad_skip, grad_drive, grad_initial
 
@@ -156,9 +157,9 @@ def _march_back(
         opened = (after * x.filtering).sum(dim=2, keepdim=True).sigmoid()
         grad_filter = grad_read * read * opened * (1 - opened)
         grad_read = grad_read * opened
-        sums[3] += (grad_filter * after).sum(dim=(0, 1))
+        sums[3] += (grad_filter * after).sum(dim=(0, 1)).to(sums)
         incoming = grad_read * x.readout + grad_filter * x.filtering
-    sums[2] += (grad_read * after).sum(dim=(0, 1))
+    sums[2] += (grad_read * after).sum(dim=(0, 1)).to(sums)
     gate = torch.sigmoid(x.weight * before) if gates is None else gates
     moved = x.rate * before + x.values[chunk].unsqueeze(2)
     slope = gate * (1 - gate) * moved
@@ -169,8 +170,8 @@ def _march_back(
         incoming[:, t] += carry
         carry = decay[:, t] * incoming[:, t]
     written, opening = incoming * gate, incoming * slope
-    sums[0] += (written * before).sum(dim=(0, 1))
+    sums[0] += (written * before).sum(dim=(0, 1)).to(sums)
     driver = before if x.driven is None else x.driven[chunk].unsqueeze(2)
-    sums[1] += (opening * driver).sum(dim=(0, 1))
+    sums[1] += (opening * driver).sum(dim=(0, 1)).to(sums)
     grad_drive = None if x.driven is None else (opening * x.weight).sum(dim=2)
     return carry, written.sum(dim=2), grad_drive

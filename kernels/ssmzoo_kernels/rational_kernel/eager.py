@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ssmzoo_kernels.precision import double
+
 
 def forward(
     a: Tensor,  # [D_a, n]
@@ -47,8 +49,8 @@ def inverse_on_grid(a: Tensor, grid: int) -> Tensor:
     In float64, then rounded: what the sum rounds is divided by the sum, small near a slow pole.
     """
     # torch divides complex numbers one by one, its reciprocal is vectorised
-    inverse = torch.fft.rfft(_monic(a.double()), n=grid).reciprocal()
-    return inverse.to(torch.promote_types(a.dtype, torch.complex64))
+    inverse = torch.fft.rfft(_monic(double(a)), n=grid).reciprocal()
+    return inverse.to(a.device, torch.promote_types(a.dtype, torch.complex64))
 
 
 def truncated(inverse: Tensor, b: Tensor, length: int, grid: int) -> Tensor:
@@ -87,7 +89,7 @@ def inverse_series(a: Tensor, length: int) -> Tensor:
     Known terms are never touched again, so a longer series begins with a shorter one. In float64:
     a doubling takes over the errors of the terms before it, and slow poles keep them.
     """
-    monic = _monic(a.double())
+    monic = _monic(double(a))
     known = torch.ones_like(monic[:, :1])
     while known.shape[1] < length:
         half = known.shape[1]
@@ -98,7 +100,7 @@ def inverse_series(a: Tensor, length: int) -> Tensor:
         error_hat = torch.fft.rfft(error[:, half:], n=size)
         correction = torch.fft.irfft(known_hat * error_hat, n=size)[:, :half]
         known = torch.cat([known, -correction], dim=1)
-    return known[:, :length].to(a.dtype).contiguous()
+    return known[:, :length].to(a).contiguous()
 
 
 def inverse_series_backward(grad: Tensor, inverse: Tensor, order: int) -> Tensor:

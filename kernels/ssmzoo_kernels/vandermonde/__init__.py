@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.declaration import Op, accumulator
 from ssmzoo_kernels.dispatch import Backend
+from ssmzoo_kernels.precision import beside
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
     Packing,
@@ -131,7 +132,8 @@ def vandermonde(
 
     Args:
         weight: Coefficients; any batch in front, e.g. a state times its read-out.
-        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened.
+        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened. Here and
+            below it lies on the CPU where the other tensors' device has no float64.
         length: How many positions.
         offset: The first position.
         reversed: Which modes count their lag down, or none.
@@ -146,9 +148,11 @@ def vandermonde(
         ValueError: Shapes, devices or choices that do not fit, or lags below zero.
         TypeError: Not a tensor, not complex, or not a whole number.
     """
+    reversed = beside(reversed, exponent)
     _check_exponent(OP, exponent, reversed)
     if not isinstance(weight, Tensor):
         raise TypeError(f"{OP}: weight must be a tensor [..., H, N], got {type(weight).__name__}")
+    home, weight = weight.device, beside(weight, exponent)
     shape = (*weight.shape[:-2], *exponent.shape)
     check_complex(OP, "weight", weight, shape, exponent, "[..., H, N]")
     length, offset = check_count(OP, "length", length), check_count(OP, "offset", offset)
@@ -164,10 +168,11 @@ def vandermonde(
     chosen = _choose(SUMS, backend, weight)
     if chosen == "reference":
         options = {"length": length, "offset": offset, "norm_length": norm_length}
-        return SUMS.judge((weight, exponent, reversed), options)
+        return SUMS.judge((weight, exponent, reversed), options).to(home)
     flat = weight.reshape(math.prod(weight.shape[:-2]), *exponent.shape)
     options = {"length": length, "first": offset, "last": norm_length - end}
-    return SUMS.run(chosen, (flat, exponent, reversed), options).view(*weight.shape[:-1], length)
+    out = SUMS.run(chosen, (flat, exponent, reversed), options)
+    return out.view(*weight.shape[:-1], length).to(home)
 
 
 def vandermonde_state(
@@ -203,6 +208,8 @@ def vandermonde_state(
         TypeError: Not a tensor, or of the wrong kind.
     """
     check_leading(STATE, "u", u, "[B, L, H]")
+    home = u.device
+    u, reversed = beside(u, exponent), beside(reversed, exponent)
     _check_exponent(STATE, exponent, reversed)
     if u.shape[2] != exponent.shape[0] or u.device != exponent.device:
         raise ValueError(
@@ -219,10 +226,10 @@ def vandermonde_state(
         return STATES.run(chosen, (tokens, exponent, reversed), {"offset": offset})
 
     if cu_seqlens is None:
-        return state(u)
+        return state(u).to(home)
     groups = by_length(segment_offsets(STATE, u, cu_seqlens))
     order = torch.cat([members for members, _ in groups])
-    return torch.cat([state(u[0, places]) for _, places in groups])[order.argsort()]
+    return torch.cat([state(u[0, places]) for _, places in groups])[order.argsort()].to(home)
 
 
 def _choose(op: Op, backend: Backend, x: Tensor) -> str:

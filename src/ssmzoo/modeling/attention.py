@@ -25,7 +25,7 @@ from ssmzoo.modeling.layers import Linear, rotated, split_heads
 from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.norms import RMSNorm
 from ssmzoo.modeling.packing import AlignedRows, Sequences, right_aligned, token_positions
-from ssmzoo_kernels import eidetic_attention
+from ssmzoo_kernels import double, eidetic_attention
 
 
 @strict
@@ -214,8 +214,8 @@ def rotary_speeds(config: AttentionConfig, position: Tensor) -> tuple[Tensor, fl
     elif kind == "dynamic":
         trained = config.max_position_embeddings
         # float32 powers of a tensor's first and last numbers may differ in their last digit
-        length = (position[..., None] + 1).double()
-        longer = find(config, device, seq_len=cast(int, length))[0].float()
+        length = double(position[..., None] + 1)
+        longer = find(config, length.device, seq_len=cast(int, length))[0].to(speeds)
     else:
         return speeds, scale
     return torch.where(position[..., None] < trained, speeds, longer), scale

@@ -17,6 +17,7 @@ from ssmzoo.modeling.layers import Dropout, Linear
 from ssmzoo.modeling.losses import ignore, squared_error
 from ssmzoo.modeling.mixer import SSMMixer
 from ssmzoo.modeling.packing import Sequences
+from ssmzoo_kernels import beside
 
 
 @strict
@@ -139,7 +140,7 @@ class SSMForForecasting(SSMHead):
             hidden = packing.flat(hidden)
         later = self.decoder(hidden, packing=packing, horizon=steps)
         if packing is not None and packing.rows is not None:
-            later = later[packing.rows]
+            later = later[beside(packing.rows, later)]
         logits = self._read(later)
         loss = None
         if labels is not None:
@@ -157,7 +158,7 @@ class SSMForForecasting(SSMHead):
         return self.answer(TokenClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
     def _read(self, y: Tensor) -> Tensor:
-        return self.score(self.dropout(F.gelu(y).to(self.score.weight.dtype)))
+        return self.score(self.dropout(F.gelu(y).to(self.score.weight)))
 
     def _errors(
         self, hidden: Tensor, values: Tensor, first: Tensor, packing: Sequences | None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling.configuration import SSMConfig
-from ssmzoo_kernels import causal_conv1d
+from ssmzoo_kernels import causal_conv1d, double
 from ssmzoo_kernels.few_rows_linear import (
     MOST_ROWS,
     MUCH_WORK,
@@ -235,8 +235,9 @@ def rotary_turns(
 
     They are found in float64 and rounded to ``dtype``.
     """
-    angle = position[..., None, None] * rotary_angles(size, position.device, theta)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    wide = double(position)[..., None, None]
+    angle = wide * rotary_angles(size, wide.device, theta)
+    return angle.cos().to(position.device, dtype), angle.sin().to(position.device, dtype)
 
 
 def rotated(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:

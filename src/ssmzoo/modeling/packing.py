@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ssmzoo_kernels import beside
 from ssmzoo_kernels.validation import Packing
 
 
@@ -184,7 +185,7 @@ def token_positions(x: Tensor, seen: Tensor | None, packing: Sequences | None) -
 
 def flip(x: Tensor, packing: Sequences | None) -> Tensor:
     """Reverse the order of tokens in ``[B, L, ...]``, of packed ones within each sequence."""
-    return x.flip(1) if packing is None else x.index_select(1, packing.reversal())
+    return x.flip(1) if packing is None else x.index_select(1, beside(packing.reversal(), x))
 
 
 def flip_steps(steps: Tensor, packing: Sequences | None) -> Tensor:
