@@ -53,7 +53,7 @@ MIXERS = {
     "rtf": ("rtf", {"d_state": 32}),
     "coffee": ("coffee", {"output_filter": True}),
 }
-LAYERS, STARTS = ("half", "all"), ("copied", "drawn", "scratch")
+LAYERS, STARTS = ("half", "all"), ("copied", "projections", "drawn", "scratch")
 CELL = ("mixer", "layers", "start", "share", "seed")
 KINDS = [
     ("attention", "none", "taken"),

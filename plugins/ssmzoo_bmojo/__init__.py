@@ -6,7 +6,7 @@ from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_bmojo import BMojoConfig
 from .convert_bmojo import from_official
-from .from_attention import copy, fields
+from .from_attention import copy, fields, gate
 from .modeling_bmojo import (
     BMojoForCausalLM,
     BMojoForImageClassification,
@@ -117,5 +117,5 @@ FAMILY = Family(
         "o_proj",
     ),
     converter=Converter(BMojoForCausalLM, from_official),
-    from_attention=FromAttention(fields, copy),
+    from_attention=FromAttention(fields, copy, gate),
 )

@@ -9,7 +9,7 @@ mixers do.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssmzoo import Family, families, load_family
 
@@ -60,6 +60,14 @@ def copy(attention: nn.Module, mixer: BMojoMixer) -> None:
         memory = getattr(ours, f"memory_{name}")
         if memory is not None:
             _copy_layer(name, getattr(attention, name), memory)
+
+
+def gate(mixer: BMojoMixer) -> Tensor | None:
+    """Return the rows that gate the values of another family's state-space model."""
+    family = _family(mixer.config.ssm)
+    if family is None or family.from_attention is None or mixer.ssm is None:
+        return None
+    return family.from_attention.gate(mixer.ssm)
 
 
 def _family(ssm: Mapping[str, Any]) -> Family | None:

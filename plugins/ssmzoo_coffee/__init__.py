@@ -3,7 +3,7 @@
 from ssmzoo import Family, FromAttention, Paper
 
 from .configuration_coffee import CoffeeConfig
-from .from_attention import copy, fields
+from .from_attention import copy, fields, gate
 from .images import CoffeeForImageClassification
 from .modeling_coffee import (
     CoffeeForCausalLM,
@@ -102,5 +102,5 @@ FAMILY = Family(
         "output_filter": True,
     },
     lora_targets=("in_proj", "out_proj"),
-    from_attention=FromAttention(fields, copy),
+    from_attention=FromAttention(fields, copy, gate),
 )

@@ -1,9 +1,9 @@
-"""COFFEE that starts from an attention layer: values, outputs and a gate between them."""
+"""COFFEE that starts from an attention layer: its values, its outputs, and a gate of the values."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssmzoo.modeling import attention_parts, expansion_of, require_width, start_gated_block
 
@@ -16,7 +16,7 @@ def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy(attention: nn.Module, mixer: CoffeeMixer) -> None:
-    """Copy values and outputs, and start the gate between them; a bare mixer has no such parts.
+    """Copy values and outputs; a bare mixer has no such parts.
 
     Raises:
         ValueError: The mixer has another inner width than the attention.
@@ -25,3 +25,8 @@ def copy(attention: nn.Module, mixer: CoffeeMixer) -> None:
     require_width("COFFEE", mixer.config.d_inner, parts)
     if mixer.gated:
         start_gated_block(mixer, parts)
+
+
+def gate(mixer: CoffeeMixer) -> Tensor | None:
+    """Return the rows that gate the values; a bare mixer has none."""
+    return mixer.in_proj.weight[mixer.config.d_inner :] if mixer.gated else None

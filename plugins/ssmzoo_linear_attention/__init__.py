@@ -4,7 +4,7 @@ from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_linear_attention import LinearAttentionConfig
 from .convert_linear_attention import from_official, to_official
-from .from_attention import copy, fields
+from .from_attention import copy, fields, gate
 from .modeling_linear_attention import (
     LinearAttentionForCausalLM,
     LinearAttentionForImageClassification,
@@ -96,5 +96,5 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "out_proj"),
     converter=Converter(LinearAttentionForCausalLM, from_official, to_official),
-    from_attention=FromAttention(fields, copy),
+    from_attention=FromAttention(fields, copy, gate),
 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssmzoo.modeling import attention_parts, require_width, start_as_identity
 
@@ -26,7 +26,7 @@ def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:
-    """Copy queries, keys, values and outputs, and start the gate between values and outputs.
+    """Copy queries, keys, values and outputs.
 
     Raises:
         ValueError: The mixer has other sizes than the attention.
@@ -36,8 +36,13 @@ def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:
         require_width("linear attention", width, parts)
     rows = mixer.in_proj.weight
     rows[: sum(mixer.widths)] = torch.cat([parts.q, parts.k, parts.v])
-    if mixer.config.out_gate != "none" and mixer.gate_proj is None:
-        rows[-len(parts.gate) :] = parts.gate
     mixer.out_proj.weight.copy_(parts.out)
     if mixer.conv1d is not None:
         start_as_identity(mixer.conv1d, parts.bias)
+
+
+def gate(mixer: LinearAttentionMixer) -> Tensor | None:
+    """Return the rows that gate the values; None without, and of a gate of low rank."""
+    if mixer.config.out_gate == "none" or mixer.gate_proj is not None:
+        return None
+    return mixer.in_proj.weight[-mixer.splits[-1] :]

@@ -4,7 +4,7 @@ from ssmzoo import Converter, Family, FromAttention, Paper
 
 from .configuration_longhorn import LonghornConfig
 from .convert_longhorn import from_official, to_official
-from .from_attention import copy, fields
+from .from_attention import copy, fields, gate
 from .modeling_longhorn import (
     LonghornForCausalLM,
     LonghornForImageClassification,
@@ -71,5 +71,5 @@ FAMILY = Family(
     },
     lora_targets=("in_proj", "x_proj", "dt_proj", "out_proj"),
     converter=Converter(LonghornForCausalLM, from_official, to_official),
-    from_attention=FromAttention(fields, copy),
+    from_attention=FromAttention(fields, copy, gate),
 )

@@ -1,4 +1,4 @@
-"""Longhorn that starts from an attention layer: values, outputs and a gate between them.
+"""Longhorn that starts from an attention layer: its values, its outputs, and a gate of the values.
 
 Its keys and queries are few and follow from the values, so they are drawn.
 """
@@ -6,7 +6,7 @@ Its keys and queries are few and follow from the values, so they are drawn.
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ssmzoo.modeling import attention_parts, expansion_of, require_width, start_gated_block
 
@@ -19,7 +19,7 @@ def fields(attention: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy(attention: nn.Module, mixer: LonghornMixer) -> None:
-    """Copy values and outputs, and start the gate between them.
+    """Copy values and outputs.
 
     Raises:
         ValueError: The mixer has another inner width than the attention.
@@ -27,3 +27,8 @@ def copy(attention: nn.Module, mixer: LonghornMixer) -> None:
     parts = attention_parts(attention)
     require_width("Longhorn", mixer.config.d_inner, parts)
     start_gated_block(mixer, parts)
+
+
+def gate(mixer: LonghornMixer) -> Tensor:
+    """Return the rows that gate the values."""
+    return mixer.in_proj.weight[mixer.config.d_inner :]

@@ -64,10 +64,13 @@ class FromAttention:
             own over them.
         copy: Called with the attention and a new mixer in its place; copies queries, keys, values
             and outputs into the mixer's counterparts. All else stays as the family draws it.
+        gate: Called with a mixer; returns the rows of its weights by which values are gated,
+            ``[H d, D]``, which then start by :attr:`ssmzoo.modeling.AttentionParts.gate`, or None.
     """
 
     fields: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
     copy: Callable[[Any, Any], None]
+    gate: Callable[[Any], Any] = lambda mixer: None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ssmzoo.checkpoints.weights import PRIMING
 from ssmzoo.data.tokenizer import byte_tokenizer
 from ssmzoo.distillation import layer_scores
 from ssmzoo.distillation.prime import prime
+from ssmzoo.family import load_family
 from ssmzoo.modeling import LayerState
 from ssmzoo.publishing.card import render_card
 from ssmzoo.recipe import AlignSection
@@ -128,6 +129,31 @@ def test_a_primed_model_is_its_teacher_but_for_its_new_mixers(mixer, teacher, tm
     assert (told["license"], told["license_name"]) == ("other", "mine")
 
 
+OTHERS_SSM = {"mixer_types": "bmojo_f", "sliding_window": 4, "ssm": {"family": "linear_attention"}}
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fields"),
+    [("longhorn", {}), ("coffee", {}), ("linear_attention", {}), ("bmojo", OTHERS_SSM)],
+)
+def test_a_gate_is_the_mean_of_values_and_outputs_or_drawn(mixer, fields, teacher, tmp_path):
+    mixers = {}
+    for start in ("copied", "projections", "drawn"):
+        folder = prime(str(teacher), mixer, "1", tmp_path / start, fields=fields, start=start)[0]
+        mixers[start] = load(folder).model.layers[1].mixer
+    gate = load_family(mixer).from_attention.gate
+    attention = load(teacher).model.layers[1].self_attn
+    v = attention.v_proj.weight.view(2, 1, 8, 32).expand(2, 2, 8, 32).reshape(32, 32)
+    assert gate(mixers["copied"]).equal((v + attention.o_proj.weight.T) / 2)
+    assert gate(mixers["projections"]).equal(gate(mixers["drawn"]))
+    with torch.no_grad():
+        gate(mixers["projections"]).copy_(gate(mixers["copied"]))
+    for one, other in zip(
+        *(mixers[x].parameters() for x in ("copied", "projections")), strict=True
+    ):
+        assert one.equal(other)
+
+
 def test_grouped_heads_are_repeated(primed, teacher):
     attention = load(teacher).model.layers[1].self_attn
     mixer = load(primed).model.layers[1].mixer
@@ -171,8 +197,7 @@ def test_bmojo_takes_biases_and_norms_of_attention(model, config, tmp_path):
 
 
 def test_bmojos_state_space_model_of_another_family_starts_as_that_family_does(teacher, tmp_path):
-    fields = {"mixer_types": "bmojo_f", "sliding_window": 4, "ssm": {"family": "linear_attention"}}
-    made = prime(str(teacher), "bmojo", "half", tmp_path / "new", fields=fields)[0]
+    made = prime(str(teacher), "bmojo", "half", tmp_path / "new", fields=OTHERS_SSM)[0]
     alone = prime(str(teacher), "linear_attention", "half", tmp_path / "alone")[0]
     ours, own = (load(folder).model.layers[1].mixer for folder in (made, alone))
     for name in ("in_proj", "out_proj", "conv1d"):

@@ -122,10 +122,10 @@ PRIME = Verb(
         SET.but(help="a field of the mixer, e.g. d_state=32; may be repeated"),
         Option(
             "--start",
-            choices=("copied", "drawn"),
+            choices=("copied", "projections", "drawn"),
             default="copied",
             metavar="START",
-            help="copied from attention (default) or drawn",
+            help="copied from attention (default); projections: with gates drawn; or all drawn",
         ),
         TEXT.but(help="a text to score layers by, for best:N: a file or a folder"),
         SEED.but(help="seed of what is drawn (default: 0)"),

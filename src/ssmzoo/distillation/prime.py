@@ -36,7 +36,7 @@ def prime(
     output_dir: str | Path,
     *,
     fields: Mapping[str, Any] | None = None,
-    start: Literal["copied", "drawn"] = "copied",
+    start: Literal["copied", "projections", "drawn"] = "copied",
     text: str | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, layers: None,
@@ -50,7 +50,8 @@ def prime(
             ``1,3,5``; or ``best:N``, the N whose attention is missed least in ``text``.
         output_dir: The model's folder, new or empty.
         fields: The mixer's fields, over those of preset and attention.
-        start: ``copied`` from attention, or ``drawn`` as the family draws its parameters.
+        start: ``copied`` from attention, gates as the mean of values and outputs; ``projections``,
+            the same with gates drawn; or all ``drawn`` as the family draws its parameters.
         text: A file or a folder of text by which layers are scored, for ``best:N``.
         seed: Of the parameters that are drawn.
         progress: Called with the layers that are scored, and all.
@@ -128,7 +129,7 @@ def _with_mixers(
     """Return a hybrid with the weights of another, but for new mixers in some layers."""
     import torch
 
-    from ssmzoo.modeling import Attention
+    from ssmzoo.modeling import Attention, attention_parts
 
     old = {index: network.model.layers[index].mixer for index in layers}
     wrong = [index for index, layer in old.items() if not isinstance(layer, Attention)]
@@ -136,7 +137,7 @@ def _with_mixers(
         raise ValueError(f"layers must name layers of attention, got {wrong[0]}, which is none")
     name, _, preset = mixer.partition(":")
     family = load_family(name)
-    if family.from_attention is None and start == "copied":
+    if family.from_attention is None and start != "drawn":
         logger.warning("family %s has nothing to copy of attention: its mixers are drawn", name)
     own = {"family": name, **({"preset": preset} if preset else {}), **fields}
     known = {**family.presets.get(preset, {}), **fields}
@@ -160,10 +161,14 @@ def _with_mixers(
     hybrid.load_state_dict(kept, strict=False, assign=True)
     hybrid.tie_weights()
     hybrid.generation_config = network.generation_config
-    if family.from_attention is not None and start == "copied":
+    if family.from_attention is not None and start != "drawn":
         with torch.no_grad():
             for index, attention in old.items():
-                family.from_attention.copy(attention, hybrid.model.layers[index].mixer)
+                new_mixer = hybrid.model.layers[index].mixer
+                family.from_attention.copy(attention, new_mixer)
+                gate = family.from_attention.gate(new_mixer)
+                if gate is not None and start == "copied":
+                    gate.copy_(attention_parts(attention).gate)
     return hybrid
 
 

@@ -16,8 +16,6 @@ class AttentionParts(NamedTuple):
     Attributes:
         q: ``[H d, D]``, and so are ``k`` and ``v``.
         out: ``[D, H d]``.
-        gate: ``[H d, D]``, a start for a gate of the values: the mean of v and of out transposed,
-            as hybrid-model-factory has it.
         bias: Those of q, k and v, ``[3 H d]``; None without.
     """
 
@@ -25,8 +23,15 @@ class AttentionParts(NamedTuple):
     k: Tensor
     v: Tensor
     out: Tensor
-    gate: Tensor
     bias: Tensor | None
+
+    @property
+    def gate(self) -> Tensor:
+        """Return ``[H d, D]``, a start for a gate of the values: the mean of v and out transposed.
+
+        As hybrid-model-factory has it.
+        """
+        return (self.out.T + self.v) / 2
 
 
 def attention_parts(attention: Any) -> AttentionParts:
@@ -44,7 +49,7 @@ def attention_parts(attention: Any) -> AttentionParts:
     if attention.q_proj.bias is not None:
         first, *rest = (layer.bias.detach() for layer in layers)
         bias = torch.cat([first, *(repeated(x) for x in rest)])
-    return AttentionParts(q, k, v, out, (out.T + v) / 2, bias)
+    return AttentionParts(q, k, v, out, bias)
 
 
 def require_width(name: str, got: int, parts: AttentionParts) -> None:
@@ -72,10 +77,9 @@ def expansion_of(attention: Any) -> int:
 def start_gated_block(mixer: Any, parts: AttentionParts) -> None:
     """Start Mamba's block, ``[x | z] = in_proj(h)``, ``conv1d`` of x, ``out_proj``, as attention.
 
-    x starts as the values, z as their gate, outputs as the outputs, the convolution as the
-    identity.
+    x starts as the values, outputs as the outputs, the convolution as the identity.
     """
-    mixer.in_proj.weight.copy_(torch.cat([parts.v, parts.gate]))
+    mixer.in_proj.weight[: len(parts.v)] = parts.v
     mixer.out_proj.weight.copy_(parts.out)
     start_as_identity(mixer.conv1d)
 
