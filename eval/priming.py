@@ -23,7 +23,7 @@ import csv
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ MIXERS = {
     "rtf": ("rtf", {"d_state": 32}),
     "coffee": ("coffee", {"output_filter": True}),
 }
-LAYERS, STARTS = ("half", "all"), ("copied", "projections", "drawn", "scratch")
+LAYERS, STARTS = ("half", "all"), ("copied", "drawn", "scratch")
+GATED = ("gated-deltanet", "mamba2", "longhorn", "coffee")
 CELL = ("mixer", "layers", "start", "share", "seed")
 KINDS = [
     ("attention", "none", "taken"),
     ("attention", "none", "trained"),
     *((mixer, layers, start) for mixer in MIXERS for layers in LAYERS for start in STARTS),
+    *((mixer, layers, "projections") for mixer in GATED for layers in LAYERS),
 ]
 TIMES = (*CELL, "step_ms_1024", "step_ms_16384", "cache_bytes_1024", "cache_bytes_16384")
 NOT_FIELDS = {"model_type", "architectures", "dtype", "transformers_version"}
@@ -251,10 +253,13 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.1, help="of the teacher's tokens")
     parser.add_argument("--only", default="", metavar="FIELD=VALUE,...")
+    parser.add_argument("--results", type=Path, help="default: the problem's file")
     parser.add_argument("--decoding", action="store_true", help="time the finished models")
     options = parser.parse_args()
     only = dict(part.split("=") for part in options.only.split(",") if part)
     problem = PROBLEMS[options.problem]
+    if options.results is not None:
+        problem = replace(problem, results=options.results)
     teachers = scores(problem, options.teacher.parent)
     tokens = max(teachers)
     if options.decoding:

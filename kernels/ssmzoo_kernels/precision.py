@@ -13,14 +13,16 @@ _log = logging.getLogger("ssmzoo")
 
 
 def double(x: Tensor) -> Tensor:
-    """Return a tensor in float64; on the CPU if its device has no float64, as Apple's GPUs.
+    """Return a tensor in float64 or complex128; on the CPU if its device lacks them (Apple's GPUs).
 
-    What is computed from the result lies there too, until ``.to(x)`` rounds it and brings it back.
+    What is computed from the result lies there too, until ``.to(x)``, or ``.to(x.device, dtype)``
+    of other dtypes, rounds it and brings it back.
     """
+    kind = torch.complex128 if x.is_complex() else torch.float64
     if x.device.type not in LACKING:
-        return x.double()
+        return x.to(kind)
     _tell(x.device.type)
-    return x.cpu().double()
+    return x.cpu().to(kind)
 
 
 @functools.cache

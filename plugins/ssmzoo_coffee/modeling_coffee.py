@@ -36,7 +36,7 @@ from ssmzoo.modeling import (
     Trajectories,
     recurrent,
 )
-from ssmzoo_kernels import feedback_scan, selective_scan
+from ssmzoo_kernels import double, feedback_scan, selective_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_coffee import CoffeeConfig
@@ -319,7 +319,7 @@ class CoffeeMixer(SSMMixer):
 
 
 def _log(slope: Tensor) -> Tensor:
-    return slope.double().abs().clamp(min=torch.finfo(torch.float32).tiny).log()
+    return double(slope).abs().clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 class CoffeePreTrainedModel(SSMPreTrainedModel):

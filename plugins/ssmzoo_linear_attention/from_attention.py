@@ -34,8 +34,7 @@ def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:
     parts = attention_parts(attention)
     for width in mixer.widths:
         require_width("linear attention", width, parts)
-    rows = mixer.in_proj.weight
-    rows[: sum(mixer.widths)] = torch.cat([parts.q, parts.k, parts.v])
+    mixer.in_proj.weight[: sum(mixer.widths)] = torch.cat([parts.q, parts.k, parts.v])
     mixer.out_proj.weight.copy_(parts.out)
     if mixer.conv1d is not None:
         start_as_identity(mixer.conv1d, parts.bias)
@@ -43,6 +42,5 @@ def copy(attention: nn.Module, mixer: LinearAttentionMixer) -> None:
 
 def gate(mixer: LinearAttentionMixer) -> Tensor | None:
     """Return the rows that gate the values; None without, and of a gate of low rank."""
-    if mixer.config.out_gate == "none" or mixer.gate_proj is not None:
-        return None
-    return mixer.in_proj.weight[-mixer.splits[-1] :]
+    alone = mixer.config.out_gate != "none" and mixer.gate_proj is None
+    return mixer.in_proj.weight[-mixer.splits[-1] :] if alone else None

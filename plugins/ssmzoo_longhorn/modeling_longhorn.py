@@ -34,7 +34,7 @@ from ssmzoo.modeling import (
     flip,
     recurrent,
 )
-from ssmzoo_kernels import longhorn_scan
+from ssmzoo_kernels import double, longhorn_scan
 from ssmzoo_kernels.token_step import Program, Value
 
 from .configuration_longhorn import LonghornConfig
@@ -189,11 +189,11 @@ class LonghornMixer(LonghornScan):
         k, dt = k.flatten(0, 1), dt.flatten(0, 1)
         energy = k.square().sum(dim=-1, keepdim=True)
         eps = 1 / (1 + torch.exp(-(dt + self.dt_bias).clamp(min=-80)) + energy)
-        tokens, logs = k.shape[0], k.new_zeros(eps.shape[1], k.shape[1], dtype=torch.float64)
+        tokens, logs = k.shape[0], double(k.new_zeros(eps.shape[1], k.shape[1]))
         # a few tokens at a time: all decays at once are too many
         for some_eps, some_k in zip(eps.split(16), k.split(16), strict=True):
             decay = 1 - some_eps.unsqueeze(2) * some_k.square().unsqueeze(1)
-            logs += decay.clamp(min=torch.finfo(decay.dtype).tiny).log().sum(dim=0)
+            logs += decay.clamp(min=torch.finfo(decay.dtype).tiny).log().sum(dim=0).to(logs)
         return torch.exp(logs / tokens)
 
 

@@ -201,7 +201,7 @@ class Mamba3PreTrainedModel(SSMPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, Mamba3Mixer):
             low, high = math.log(0.001), math.log(0.1)
-            dt = torch.empty_like(module.dt_bias).uniform_(low, high).double().exp()
+            dt = double(torch.empty_like(module.dt_bias).uniform_(low, high)).exp()
             init.copy_(module.dt_bias, inverse_softplus(dt))
             for parameter in (module.B_bias, module.C_bias, module.D):
                 init.ones_(parameter)

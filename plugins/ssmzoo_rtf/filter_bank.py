@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ssmzoo.modeling import Dynamics, SSMMixer
-from ssmzoo_kernels import rational_kernel
+from ssmzoo_kernels import double, rational_kernel
 
 from .configuration_rtf import RTFConfig
 from .filters import SMALLEST_SUM, deployed_numerator, montel
@@ -153,7 +153,7 @@ class FilterBank(SSMMixer):
         self._check_given("rational", a=a, b=b, h0=h0)
         with torch.no_grad():
             if self.config.denominator_constraint == "l1_montel":
-                total = a.double().abs().sum(1)
+                total = double(a).abs().sum(1)
                 slack = 1 - SMALLEST_SUM - (1 + self.config.constraint_margin) * total
                 if bool((slack < 0).any()):
                     row = int(slack.argmin())

@@ -28,7 +28,7 @@ def exponents(log_decay: Tensor, angle: Tensor) -> Tensor:
 
 def parameters_of(poles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the ``log_decay`` and ``angle`` of given poles, of which all must lie in the disc."""
-    poles = poles.to(torch.complex128)
+    poles = double(poles)
     decay = (-poles.abs().log()).clamp(_slowest(dtype), FASTEST)
     return decay.log().to(dtype), poles.angle().to(dtype)
 

@@ -63,7 +63,8 @@ class FromAttention:
             those that make the mixer of the attention's sizes. They win over a preset's, the user's
             own over them.
         copy: Called with the attention and a new mixer in its place; copies queries, keys, values
-            and outputs into the mixer's counterparts. All else stays as the family draws it.
+            and outputs into the mixer's counterparts, but no gate. All else stays as the family
+            draws it.
         gate: Called with a mixer; returns the rows of its weights by which values are gated,
             ``[H d, D]``, which then start by :attr:`ssmzoo.modeling.AttentionParts.gate`, or None.
     """

@@ -154,6 +154,12 @@ def test_a_gate_is_the_mean_of_values_and_outputs_or_drawn(mixer, fields, teache
         assert one.equal(other)
 
 
+def test_a_mixer_without_a_gate_draws_none(teacher, tmp_path):
+    with pytest.raises(ValueError, match="rtf has none that start from attention; take 'copied'"):
+        prime(str(teacher), "rtf", "half", tmp_path / "new", start="projections")
+    assert not (tmp_path / "new").exists()
+
+
 def test_grouped_heads_are_repeated(primed, teacher):
     attention = load(teacher).model.layers[1].self_attn
     mixer = load(primed).model.layers[1].mixer

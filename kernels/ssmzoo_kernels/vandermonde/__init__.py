@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssmzoo_kernels.declaration import Op, accumulator
 from ssmzoo_kernels.dispatch import Backend
-from ssmzoo_kernels.precision import beside
+from ssmzoo_kernels.precision import beside, double
 from ssmzoo_kernels.segments import by_length
 from ssmzoo_kernels.validation import (
     Packing,
@@ -132,8 +132,8 @@ def vandermonde(
 
     Args:
         weight: Coefficients; any batch in front, e.g. a state times its read-out.
-        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened. Here and
-            below it lies on the CPU where the other tensors' device has no float64.
+        exponent: One exponent per head and mode, with ``Re <= 0``; complex64 is widened. It may
+            lie on the CPU where the other tensors' device has no float64.
         length: How many positions.
         offset: The first position.
         reversed: Which modes count their lag down, or none.
@@ -148,8 +148,7 @@ def vandermonde(
         ValueError: Shapes, devices or choices that do not fit, or lags below zero.
         TypeError: Not a tensor, not complex, or not a whole number.
     """
-    reversed = beside(reversed, exponent)
-    _check_exponent(OP, exponent, reversed)
+    exponent, reversed = _checked_exponent(OP, exponent, reversed)
     if not isinstance(weight, Tensor):
         raise TypeError(f"{OP}: weight must be a tensor [..., H, N], got {type(weight).__name__}")
     home, weight = weight.device, beside(weight, exponent)
@@ -164,7 +163,6 @@ def vandermonde(
             f"got {norm_length}: position norm_length is past a reversed mode's last lag"
         )
 
-    exponent = exponent.to(torch.complex128)
     chosen = _choose(SUMS, backend, weight)
     if chosen == "reference":
         options = {"length": length, "offset": offset, "norm_length": norm_length}
@@ -209,15 +207,14 @@ def vandermonde_state(
     """
     check_leading(STATE, "u", u, "[B, L, H]")
     home = u.device
-    u, reversed = beside(u, exponent), beside(reversed, exponent)
-    _check_exponent(STATE, exponent, reversed)
+    exponent, reversed = _checked_exponent(STATE, exponent, reversed)
+    u = beside(u, exponent)
     if u.shape[2] != exponent.shape[0] or u.device != exponent.device:
         raise ValueError(
             f"{STATE}: u must have shape [B, L, H] with H = {exponent.shape[0]} on "
             f"{exponent.device}, got {list(u.shape)} on {u.device}"
         )
     offset = check_count(STATE, "offset", offset)
-    exponent = exponent.to(torch.complex128)
     chosen = _choose(STATES, backend, u)
 
     def state(tokens: Tensor) -> Tensor:
@@ -238,14 +235,18 @@ def _choose(op: Op, backend: Backend, x: Tensor) -> str:
     return op.choose(backend, x, offers=TORCH if wide else None)
 
 
-def _check_exponent(op: str, exponent: Tensor, reversed: Tensor | None) -> None:
+def _checked_exponent(
+    op: str, exponent: Tensor, reversed: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     if not isinstance(exponent, Tensor) or not exponent.is_complex():
         kind = exponent.dtype if isinstance(exponent, Tensor) else type(exponent).__name__
         raise TypeError(f"{op}: exponent must be a complex tensor [H, N], got {kind}")
     if exponent.dim() != 2:
         raise ValueError(f"{op}: exponent must have shape [H, N], got {list(exponent.shape)}")
+    exponent = double(exponent)
     if reversed is None:
-        return
+        return exponent, None
+    reversed = beside(reversed, exponent)
     if not isinstance(reversed, Tensor) or reversed.dtype is not torch.bool:
         kind = reversed.dtype if isinstance(reversed, Tensor) else type(reversed).__name__
         raise TypeError(f"{op}: reversed must be a bool tensor [H, N], got {kind}")
@@ -254,6 +255,7 @@ def _check_exponent(op: str, exponent: Tensor, reversed: Tensor | None) -> None:
             f"{op}: reversed must have shape [H, N] = {list(exponent.shape)} on "
             f"{exponent.device}, got {list(reversed.shape)} on {reversed.device}"
         )
+    return exponent, reversed
 
 
 __all__ = ["vandermonde", "vandermonde_state"]

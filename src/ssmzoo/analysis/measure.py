@@ -222,7 +222,7 @@ def measured_response(
                 y = mixer(copies, **more)
                 picked = y[torch.arange(len(some), device=some.device), position, some]
                 (slope,) = torch.autograd.grad(picked.sum(), copies)
-            energy = energy + slope[: len(some)].double().square().sum(dim=2)
+            energy = energy + _plain(slope[: len(some)]).square().sum(dim=2)
         sizes.append((cast(Tensor, energy) / sequences).sqrt())
     return torch.cat(sizes)
 

@@ -179,7 +179,7 @@ SEED = Option(
     "--seed", metavar="N", type=int, default=0, help="seed of all random numbers (default: 0)"
 )
 DEVICE = Option(
-    "--device", metavar="DEVICE", help="e.g. cpu or cuda:0 (default: the GPU if there is one)"
+    "--device", metavar="DEVICE", help="e.g. cpu or cuda:0 (default: an NVIDIA GPU, else the CPU)"
 )
 DTYPE = Option(
     "--dtype",

@@ -125,7 +125,8 @@ PRIME = Verb(
             choices=("copied", "projections", "drawn"),
             default="copied",
             metavar="START",
-            help="copied from attention (default); projections: with gates drawn; or all drawn",
+            help="copied: from attention (default); projections: the same with gates drawn; drawn: "
+            "nothing is copied",
         ),
         TEXT.but(help="a text to score layers by, for best:N: a file or a folder"),
         SEED.but(help="seed of what is drawn (default: 0)"),

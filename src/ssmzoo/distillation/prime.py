@@ -61,8 +61,8 @@ def prime(
 
     Raises:
         LookupError: There is no such model, family, preset or field.
-        ValueError: The hybrid cannot hold the model, a layer is no attention, or a size does not
-            fit.
+        ValueError: The hybrid cannot hold the model, a layer is no attention, a size does not
+            fit, or the new mixers have no gates to draw.
     """
     import torch
 
@@ -161,12 +161,17 @@ def _with_mixers(
     hybrid.load_state_dict(kept, strict=False, assign=True)
     hybrid.tie_weights()
     hybrid.generation_config = network.generation_config
-    if family.from_attention is not None and start != "drawn":
+    if family.from_attention is not None and start in ("copied", "projections"):
         with torch.no_grad():
             for index, attention in old.items():
                 new_mixer = hybrid.model.layers[index].mixer
                 family.from_attention.copy(attention, new_mixer)
                 gate = family.from_attention.gate(new_mixer)
+                if gate is None and start == "projections":
+                    raise ValueError(
+                        f"start 'projections' draws gates, and {mixer} has none that start from "
+                        "attention; take 'copied'"
+                    )
                 if gate is not None and start == "copied":
                     gate.copy_(attention_parts(attention).gate)
     return hybrid

@@ -45,6 +45,7 @@ from ssmzoo.modeling import load_state_adapter
 from ssmzoo.modeling.cache import backbone_of
 from ssmzoo.modeling.compat import CACHE
 from ssmzoo.modeling.stock import choose_kernels
+from ssmzoo_kernels import double
 
 LOG = logging.getLogger("ssmzoo")
 
@@ -269,7 +270,7 @@ class SharedPrefixLM(HFLM):
                 piece = tokens[:, begin : begin + self._DEFAULT_MAX_LENGTH + 1].to(self.device)
                 logits = self.model(piece[:, :-1], **{CACHE: cache}).logits.float()
                 answers = logits.log_softmax(-1).gather(2, piece[:, 1:, None])
-                total += answers.double().sum().item()
+                total += double(answers).sum().item()
                 self.reading.add(answers.shape[1])
             finish(index, total)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ssmzoo.modeling.dynamics import Dynamics
 from ssmzoo.modeling.stock.calls import call
+from ssmzoo_kernels import double
 from ssmzoo_kernels.layers import FUNCTIONS
 
 
@@ -42,21 +43,20 @@ def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _of_mamba(given: dict[str, Any]) -> Tensor:
-    bias = given["delta_bias"]
-    dt = given["dt"].double() if bias is None else given["dt"].double() + bias[:, None]
-    step = F.softplus(dt).mean(dim=(0, 2))  # [D]
-    return (step[:, None] * given["A"]).exp()
+    dt, bias = double(given["dt"]), given["delta_bias"]
+    step = F.softplus(dt if bias is None else dt + double(bias)[:, None]).mean(dim=(0, 2))  # [D]
+    return (step[:, None] * double(given["A"])).exp()
 
 
 def _of_mamba2(given: dict[str, Any]) -> Tensor:
-    dt, bias = given["dt"].double(), given["dt_bias"]
-    step = dt if bias is None else dt + bias
+    dt, bias = double(given["dt"]), given["dt_bias"]
+    step = dt if bias is None else dt + double(bias)
     step = (F.softplus(step) if given["dt_softplus"] else step).clamp(*given["dt_limit"])
-    return (step.mean(dim=(0, 1)) * given["A"]).exp()[:, None]  # [H, 1]
+    return (step.mean(dim=(0, 1)) * double(given["A"])).exp()[:, None]  # [H, 1]
 
 
 def _of_delta_rule(given: dict[str, Any]) -> Tensor:
-    decay = given["g"].double().mean(dim=(0, 1)).exp()
+    decay = double(given["g"]).mean(dim=(0, 1)).exp()
     return decay if decay.dim() == 2 else decay[:, None]  # [H, K] or [H, 1]
 
 
