@@ -141,7 +141,7 @@ class SSMForForecasting(SSMHead):
         later = self.decoder(hidden, packing=packing, horizon=steps)
         if packing is not None and packing.rows is not None:
             later = later[beside(packing.rows, later)]
-        logits = self._read(later)
+        logits = self._read(later, hidden.device)
         loss = None
         if labels is not None:
             if labels.shape != logits.shape:
@@ -157,8 +157,8 @@ class SSMForForecasting(SSMHead):
                 loss = loss + self.config.open_loop_weight * errors
         return self.answer(TokenClassifierOutput, outputs, return_dict, loss=loss, logits=logits)
 
-    def _read(self, y: Tensor) -> Tensor:
-        return self.score(self.dropout(F.gelu(y).to(self.score.weight)))
+    def _read(self, y: Tensor, device: torch.device) -> Tensor:
+        return self.score(self.dropout(F.gelu(y).to(device, self.score.weight.dtype)))
 
     def _errors(
         self, hidden: Tensor, values: Tensor, first: Tensor, packing: Sequences | None
@@ -168,7 +168,7 @@ class SSMForForecasting(SSMHead):
         After a series' last value the next value is the ``first`` of its labels, ``[S, 1, C]``.
         """
         output, expected = self.decoder(hidden, packing=packing)
-        read, warm_up = self._read(output), self.decoder.warm_up
+        read, warm_up = self._read(output, hidden.device), self.decoder.warm_up
         seen, real = torch.arange(1, hidden.shape[1], device=hidden.device), None
         if packing is None:
             last, lengths = read[:, -1:], seen.new_tensor([hidden.shape[1]])
