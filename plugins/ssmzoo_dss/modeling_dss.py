@@ -369,9 +369,9 @@ class DSSMixer(SSMMixer):
         # e^{c k} for every k as a product of two: k = high * count + low
         count = 1 << (modes.norm_length.bit_length() + 1) // 2
         steps = torch.arange(count, device=c.device)[:, None, None]
-        low = torch.exp(c * steps)  # [count, H, G]
-        high = torch.exp(c * (steps[: -(-modes.norm_length // count)] * count))
-        return _Tables(modes, decay, growing, low.to(decay), high.to(decay))
+        low = powers(c, steps, decay)  # [count, H, G]
+        high = powers(c, steps[: -(-modes.norm_length // count)] * count, decay)
+        return _Tables(modes, decay, growing, low, high)
 
 
 def _longest(packing: Sequences, config: DSSConfig) -> int:

@@ -148,9 +148,8 @@ def test_a_gate_is_the_mean_of_values_and_outputs_or_drawn(mixer, fields, teache
     assert gate(mixers["projections"]).equal(gate(mixers["drawn"]))
     with torch.no_grad():
         gate(mixers["projections"]).copy_(gate(mixers["copied"]))
-    for one, other in zip(
-        *(mixers[x].parameters() for x in ("copied", "projections")), strict=True
-    ):
+    projections = mixers["projections"].parameters()
+    for one, other in zip(mixers["copied"].parameters(), projections, strict=True):
         assert one.equal(other)
 
 

@@ -320,7 +320,7 @@ def separate_state() -> Iterator[None]:
 
 
 def _stays_on_the_cpu() -> bool:
-    """Tell whether no accelerator computes: there is none, or Apple's, where no run was tried."""
+    """Tell whether no accelerator computes: there is none, or Apple's, which has no float64."""
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
