@@ -248,9 +248,11 @@ def test_all_layers_learn_in_one_pass_on_the_teachers_own_inputs(pair):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12 * float(other.abs().max()))
 
 
-def test_the_whole_model_learns_hidden_states_or_logits(pair):
+@pytest.mark.parametrize("mixer", ["linear_attention", "bmojo"])  # which reads the residual, too
+def test_the_whole_model_learns_hidden_states_or_logits(mixer, pair, teacher, tmp_path):
     rows = torch.arange(24).view(2, 12) % 50
-    student, teacher = pair
+    made = prime(str(teacher), mixer, "half", tmp_path / "new", fields=MIXERS[mixer][0])[0]
+    pair = student, teacher = load(made, torch.float64), pair[1]
     hidden = [m(rows, output_hidden_states=True).hidden_states[-1] for m in pair]
     wanted = (hidden[0] - hidden[1]).square().mean()
     assert torch.allclose(error(pair, rows, match="hidden"), wanted, rtol=1e-12)

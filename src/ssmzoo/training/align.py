@@ -128,14 +128,15 @@ class Align(CausalLM):
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """Give the layers the teacher's mixers for a while."""
-        new = [layer.mixer for layer, _ in self._taught]
+        new = [(layer.mixer, layer.reads_residual) for layer, _ in self._taught]
         try:
             for layer, teacher in self._taught:
                 layer.mixer = teacher.to(layer.norm.weight.device)
+                layer.reads_residual = teacher.reads_residual
             yield
         finally:
-            for (layer, _), mixer in zip(self._taught, new, strict=True):
-                layer.mixer = mixer
+            for (layer, _), (mixer, reads) in zip(self._taught, new, strict=True):
+                layer.mixer, layer.reads_residual = mixer, reads
 
 
 def _compare(
