@@ -41,15 +41,14 @@ from ssmzoo.training.run import train
 
 ROOT = Path(__file__).resolve().parents[1]
 DECODING = ROOT / "eval/results/priming-decoding.csv"
+BMOJO_F = {"mixer_types": "bmojo_f", "sliding_window": 64, "num_fading_tokens": 16, "expand": 1}
 # by mixer: what --mixer takes, and its fields
 MIXERS = {
     "gated-deltanet": ("linear_attention", {}),
     "mamba2": ("linear_attention:mamba2-130m", {}),
     "longhorn": ("longhorn", {"key_init_scale": 8.0, "query_init_scale": 0.1}),
-    "bmojo-f": (
-        "bmojo",
-        {"mixer_types": "bmojo_f", "sliding_window": 64, "num_fading_tokens": 16, "expand": 1},
-    ),
+    "bmojo-f": ("bmojo", BMOJO_F),
+    "bmojo-f-128": ("bmojo", {**BMOJO_F, "sliding_window": 128}),
     "rtf": ("rtf", {"d_state": 32}),
     "coffee": ("coffee", {"output_filter": True}),
 }
@@ -254,12 +253,15 @@ def main():
     parser.add_argument("--share", type=float, default=0.1, help="of the teacher's tokens")
     parser.add_argument("--only", default="", metavar="FIELD=VALUE,...")
     parser.add_argument("--results", type=Path, help="default: the problem's file")
+    parser.add_argument("--rate", type=float, help="of the last stage; default: the problem's")
     parser.add_argument("--decoding", action="store_true", help="time the finished models")
     options = parser.parse_args()
     only = dict(part.split("=") for part in options.only.split(",") if part)
     problem = PROBLEMS[options.problem]
     if options.results is not None:
         problem = replace(problem, results=options.results)
+    if options.rate is not None:
+        problem = replace(problem, tune=options.rate)
     teachers = scores(problem, options.teacher.parent)
     tokens = max(teachers)
     if options.decoding:

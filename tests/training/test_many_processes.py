@@ -44,7 +44,8 @@ from ssmzoo.training.run import train
 pytestmark = pytest.mark.xdist_group("many_processes")
 
 PAGE = Path(__file__).parents[2] / "docs/many-machines.md"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+# a crash says which thread of Python it came from, if any
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def ran(*command, **environment):
